@@ -1,0 +1,68 @@
+# `make demo` and `make test` each set up all they need in .venv; neither needs a GPU.
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+
+# Relative paths throughout, so that a checkout under a path with spaces works.
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.railwave-installed
+TESTED := requirements-tested.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# 3.11 is what the tested versions ask for; the package itself allows 3.10.
+PYTHON_OK := import sys; sys.exit(sys.version_info < (3, 11))
+# Whole only if pip's own file list is there: venv writes it last.
+VENV_OK := import importlib.metadata as m, sys, pip; sys.exit(not ( \
+	sys.version_info >= (3, 11) and sys.prefix != sys.base_prefix and m.files("pip")))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@echo "PYTHON ($(PYTHON)) makes .venv; PYTEST_WORKERS ($(PYTEST_WORKERS)) runs the tests."
+
+setup: $(STAMP) ## Make .venv and install railwave with the tested versions
+
+demo: $(STAMP) ## Dispatch and combine on every path, checked against a dense reference
+	$(VENV)/bin/railwave demo
+
+test: $(STAMP) ## Run the tests
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS)
+
+lint: $(STAMP) ## Check style and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(STAMP) ## Mend style and format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## Remove build outputs and caches; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
+		-type d -name __pycache__ -exec rm -rf {} +
+
+# The stamp comes last: an interrupted set-up goes on at the next call.
+$(STAMP): $(TESTED) pyproject.toml
+	@if ! $(PY) -c '$(VENV_OK)' 2>/dev/null; then \
+		command -v "$(PYTHON)" >/dev/null || { \
+			echo "make: no '$(PYTHON)' here; name a Python 3.11 or newer: make PYTHON=python3.11" >&2; \
+			exit 1; }; \
+		"$(PYTHON)" -c '$(PYTHON_OK)' || { \
+			echo "make: the tested versions need Python 3.11 or newer, but '$(PYTHON)' is" \
+				"$$("$(PYTHON)" -V 2>&1); try: make PYTHON=python3.11" >&2; \
+			exit 1; }; \
+		"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
+			echo "make: '$(PYTHON)' lacks venv or ensurepip; on Debian and Ubuntu:" \
+				"apt-get install python3-venv" >&2; \
+			exit 1; }; \
+		echo "Making $(VENV)"; \
+		"$(PYTHON)" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing the versions of $(TESTED) into $(VENV): a few minutes the first time"
+	@# torch alone first: a CUDA build's exact pin on triton would rule out the tested triton.
+	@$(PY) -m pip install "$$(grep '^torch==' $(TESTED))"
+	@grep -v '^torch==' $(TESTED) | $(PY) -m pip install --quiet --requirement /dev/stdin
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
