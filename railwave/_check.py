@@ -1,0 +1,75 @@
+"""Check arguments: every helper raises with the argument's name, the rule and the value.
+
+A wrong kind of object is a `TypeError`, a wrong value a `ValueError`. bool is not an int here.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+
+def check_int(value: Any, name: str) -> int:
+    """Return `value` as an int; numpy and zero-dimensional torch integers count, bool does not."""
+    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    try:
+        if not is_bool:
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+
+
+def check_positive_int(value: Any, name: str) -> int:
+    """Return `value` as an int of at least 1."""
+    number = check_int(value, name)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def check_non_negative_int(value: Any, name: str) -> int:
+    """Return `value` as an int of at least 0."""
+    number = check_int(value, name)
+    if number < 0:
+        raise ValueError(f"{name} must be at least 0, got {number}")
+    return number
+
+
+def check_index(value: Any, size: int, name: str) -> int:
+    """Return `value` as an int in [0, size)."""
+    number = check_int(value, name)
+    if not 0 <= number < size:
+        raise ValueError(f"{name} must be in [0, {size}), got {number}")
+    return number
+
+
+def check_counts(value: Any, shape: tuple[int, ...] | None, name: str, *, ndim: int = 2):
+    """Return `value` as a new int64 CPU tensor of non-negative entries.
+
+    Args:
+        value: integer tensor, ndarray or nested sequence.
+        shape: the exact shape, or None if only the number of dimensions is fixed.
+        name: the argument's name, for the error.
+        ndim: number of dimensions; read only where `shape` is None.
+    """
+    wanted = f"of shape {shape}" if shape is not None else f"with {ndim} dimension(s)"
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be integers {wanted}, got {type(value).__name__}: {error}"
+        ) from None
+    # An empty list has no integers to show its type by; torch calls it float32.
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    if (not is_integer and tensor.numel()) or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers {wanted}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape if shape is not None else tensor.ndim != ndim:
+        raise ValueError(f"{name} must be integers {wanted}, got shape {tuple(tensor.shape)}")
+    counts = tensor.detach().to(device="cpu", dtype=torch.int64, copy=True)
+    if counts.numel() and int(counts.min()) < 0:
+        where = tuple((counts < 0).nonzero()[0].tolist())
+        raise ValueError(f"{name} must not be negative, got {int(counts[where])} at {where}")
+    return counts
