@@ -1,0 +1,32 @@
+"""Decide, on the host and in plain Python and torch, what RailWave moves where and when.
+
+Waves, quotas and matching as readable references, the plan of a node, and traffic descriptors.
+Integers in, integers out: no device, no group, no clock; never imports triton.
+"""
+
+from railwave.sched.descriptors import (
+    payload_per_gpu,
+    receiver_concentration,
+    source_rail_skew,
+)
+from railwave.sched.matching import ProxyMatch, RailMatch, assign_ref, match_ref
+from railwave.sched.plan import Plan, plan
+from railwave.sched.quota import native_quota_ref, quota_ref
+from railwave.sched.waves import wave_peer, wave_sender, waves
+
+__all__ = [
+    "Plan",
+    "ProxyMatch",
+    "RailMatch",
+    "assign_ref",
+    "match_ref",
+    "native_quota_ref",
+    "payload_per_gpu",
+    "plan",
+    "quota_ref",
+    "receiver_concentration",
+    "source_rail_skew",
+    "wave_peer",
+    "wave_sender",
+    "waves",
+]
