@@ -1,0 +1,39 @@
+"""Device code, written once and loaded once per mode.
+
+`load(interpret=False)` gives the kernels compiled by Triton for a GPU; `load(interpret=True)` gives
+the same files run by Triton's interpreter on CPU tensors. Interpretation is chosen when a function
+is decorated, so each mode has modules of its own: a second package, `railwave.kernels.interpreted`,
+whose path is this folder. Relative imports keep the two sets apart. Nothing is loaded before the
+first call, and no environment variable or global setting is read or changed.
+"""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+OPS = ("count", "notify", "quota", "match", "pack", "wire", "unpack", "combine")
+
+_INTERPRETED = f"{__name__}.interpreted"
+
+
+def load(*, interpret: bool) -> SimpleNamespace:
+    """Import the kernel modules of one mode and return them by name.
+
+    Args:
+        interpret: True for Triton's interpreter on CPU tensors, False for compiled kernels.
+
+    Returns:
+        A namespace with one module per entry of `OPS`.
+
+    Example:
+        >>> load(interpret=True).count.__name__
+        'railwave.kernels.interpreted.count'
+    """
+    package = __name__
+    if interpret:
+        package = _INTERPRETED
+        if package not in sys.modules:
+            mirror = ModuleType(package, "This package's files, interpreted.")
+            mirror.__path__ = list(__path__)
+            sys.modules[package] = mirror
+    return SimpleNamespace(**{op: importlib.import_module(f"{package}.{op}") for op in OPS})

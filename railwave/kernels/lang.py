@@ -1,0 +1,111 @@
+"""The few names whose meaning depends on where a kernel runs.
+
+Kernel files import from here what Triton decides when a function is decorated: `jit` for kernels,
+`helper` for functions that kernels call, and Triton's own jit functions. When interpreting, helpers
+are rewritten once, here, because Triton's interpreter re-patches its language module at every call
+of an undecorated helper (0.4-0.9 ms each).
+
+Index arithmetic in kernels is int64: offsets may pass 2**31, and the interpreter checks every
+int32 operation for overflow at six times the cost. A scalar goes through `i64` and is assigned with
+its type, `n: int = i64(...)`: the interpreter makes a tensor of what is assigned without one.
+"""
+
+import time
+from inspect import signature
+
+import triton
+import triton.language as tl
+from triton.language import core  # noqa: F401  (see `jit`)
+
+INTERPRET = __name__.endswith(".interpreted.lang")
+
+
+def jit(fn):
+    """Decorate a kernel for this module's mode; arguments that are not `*_ptr` are scalars.
+
+    Compiled, a scalar's value never makes another variant of the kernel (Triton would turn a 1
+    into a constant and recompile).
+
+    The kernel's module must have both `triton.language` and `triton.language.core` among its
+    globals: the interpreter restores exactly the modules that it finds there.
+    """
+    scalars = [name for name in signature(fn).parameters if not name.endswith("_ptr")]
+    if INTERPRET:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        kernel = InterpretedFunction(fn)
+        # As if they were constexpr: scalar arguments stay Python ints.
+        kernel.rewrite().__annotations__.update(dict.fromkeys(scalars, tl.constexpr))
+        return kernel
+    runtime = [name for name in scalars if fn.__annotations__.get(name) is not tl.constexpr]
+    return triton.jit(fn, do_not_specialize=runtime)
+
+
+def helper(fn):
+    """Decorate a function that kernels call."""
+    if INTERPRET:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        return InterpretedFunction(fn).rewrite()
+    return triton.jit(fn)
+
+
+def _bind(fn):
+    return helper(fn.fn) if INTERPRET else fn
+
+
+# Triton's own jit functions; those that would hide a Python builtin get a name of their own.
+cumsum = _bind(tl.cumsum)
+tile_max = _bind(tl.max)
+tile_min = _bind(tl.min)
+tile_sum = _bind(tl.sum)
+cdiv = _bind(tl.cdiv)
+
+
+@helper
+def iota(N: tl.constexpr):
+    """Return 0, 1, ..., N - 1 as int64."""
+    return tl.arange(0, N).to(tl.int64)
+
+
+if INTERPRET:
+
+    def i64(x):
+        """Return a scalar as a Python int, whose arithmetic costs nothing."""
+        return int(x.handle.data.item()) if isinstance(x, tl.tensor) else x
+
+    def clamp(x, low, high):
+        """Return the scalar x, or the bound that it passes."""
+        return low if x < low else high if x > high else x
+
+    def clock_ns():
+        """Return a monotonic time in nanoseconds."""
+        return time.monotonic_ns()
+
+    def relax():
+        """Let another process run between two polls."""
+        time.sleep(0)
+
+else:
+
+    @triton.jit
+    def i64(x):
+        """Return a scalar as int64."""
+        return tl.cast(x, tl.int64)
+
+    @triton.jit
+    def clamp(x, low, high):
+        """Return the scalar x, or the bound that it passes."""
+        return tl.minimum(tl.maximum(x, low), high)
+
+    @triton.jit
+    def clock_ns():
+        """Return the GPU's global timer in nanoseconds (Triton has no call for it)."""
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def relax():
+        """Poll again at once: a waiting program is small."""
+        pass

@@ -1,0 +1,184 @@
+"""Tell every rank what this one will send: the only exchange that planning needs.
+
+A message about node d is int32 (1 + N + G + NODE_EXPERTS,):
+
+    [status | records to every node | rows to each rank of d | slots of each expert of d]
+
+It goes along the own rail to the PE of every node with the same local index, and from there to
+that node's other PEs (`forward`): N + G - 2 messages leave a PE over rails and NVLink instead of
+N * G - 1 over rails. There are two areas, used in turn, so that a fast rank's next message never
+meets a slow reader.
+
+Letters: N nodes, G GPUs a node, W = N * G ranks, s source node, d destination node.
+"""
+
+import torch
+import triton.language as tl
+from triton.language import core  # noqa: F401  (see lang.jit)
+
+from .lang import helper, i64, iota, jit
+from .shape import Shape, pow2
+from .wire import (
+    NOTIFIES,
+    NOTIFY,
+    heap_i64,
+    heaps_i32,
+    heaps_i64,
+    mark,
+    signal,
+    wait_all,
+)
+
+
+@helper
+def area(state_ptr, notify_off, S: tl.constexpr):
+    """Return the byte offset of the notify area in use: (W, NOTIFY_WORDS) int32."""
+    parity: int = i64(tl.load(state_ptr + NOTIFIES)) % 2
+    return notify_off + parity * (S.N * S.G * S.NOTIFY_WORDS * 4)
+
+
+@jit
+def _notify_kernel(
+    bases_ptr,
+    state_ptr,
+    counts_ptr,
+    expert_start_ptr,
+    me,
+    notify_off,
+    word_off,
+    S: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    PEERS_P: tl.constexpr,
+):
+    """Send each node its message: peer i < N is (i, own local index), the others are node-mates."""
+    me: int = i64(me)
+    node: int = me // S.G
+    local: int = me % S.G
+    i = iota(PEERS_P)
+    d = tl.where(i < S.N, i, node)
+    pe = tl.where(i < S.N, i * S.G + local, node * S.G + i - S.N)
+    mask_i = (i < S.N) | ((i < S.N + S.G) & (i - S.N != local))
+
+    # counts is [status | records (N) | rows (W) | slots (E)]; a message takes parts of it.
+    c = iota(WORDS_P)
+    first_expert = tl.load(expert_start_ptr + d * S.G, mask=mask_i, other=0).to(tl.int64)
+    end_expert = tl.load(expert_start_ptr + (d + 1) * S.G, mask=mask_i, other=0).to(tl.int64)
+    expert = first_expert[:, None] + (c - (1 + S.N + S.G))[None, :]
+    rows = (d * S.G)[:, None] + c[None, :]
+    is_expert = (c >= 1 + S.N + S.G)[None, :]
+    src = tl.where(c < 1 + S.N, c, 0)[None, :] + tl.where((c >= 1 + S.N)[None, :], rows, 0)
+    src = tl.where(is_expert, 1 + S.N + S.N * S.G + expert, src)
+    mask = mask_i[:, None] & (c < S.NOTIFY_WORDS)[None, :]
+    known = mask & ((c < 1 + S.N + S.G)[None, :] | (expert < end_expert[:, None]))
+    words = tl.load(counts_ptr + src, mask=known, other=0)
+    row_off: int = area(state_ptr, notify_off, S) + me * (S.NOTIFY_WORDS * 4)
+    ptrs = heaps_i32(bases_ptr, pe, row_off, mask_i)[:, None] + c[None, :]
+    tl.store(ptrs, words, mask=mask)
+    signal(heaps_i64(bases_ptr, pe, word_off + me * 8, mask_i), mark(state_ptr, 0, S), mask_i)
+
+
+@jit
+def _forward_kernel(
+    bases_ptr,
+    state_ptr,
+    me,
+    notify_off,
+    word_off,
+    S: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Pass the messages that came along this rail, BLOCK_N of them, on to the node's other PEs."""
+    me: int = i64(me)
+    node: int = me // S.G
+    local: int = me % S.G
+    value: int = mark(state_ptr, 0, S)
+    s = i64(tl.program_id(0)) * BLOCK_N + iota(BLOCK_N)
+    mask_s = (s < S.N) & (s != node)
+    src = s * S.G + local
+    word_ptrs = heap_i64(bases_ptr, me, word_off) + src
+    ok: int = wait_all(word_ptrs, value, mask_s, src, NOTIFY, state_ptr)
+
+    c = iota(WORDS_P)
+    g = iota(S.G_P)
+    mask_g = (g < S.G * ok) & (g != local)
+    mask = mask_s[:, None] & (c < S.NOTIFY_WORDS)[None, :]
+    row_off = area(state_ptr, notify_off, S) + src * (S.NOTIFY_WORDS * 4)
+    src_ptrs = (tl.load(bases_ptr + me) + row_off).to(tl.pointer_type(tl.int32))[:, None] + c[
+        None, :
+    ]
+    words = tl.load(src_ptrs, mask=mask, other=0)
+    bases = tl.load(bases_ptr + node * S.G + g, mask=mask_g, other=0)
+    address = bases[None, :] + row_off[:, None]
+    mask_sg = mask_s[:, None] & mask_g[None, :]
+    ptrs = address.to(tl.pointer_type(tl.int32))[:, :, None] + c[None, None, :]
+    tl.store(ptrs, words[:, None, :], mask=mask_sg[:, :, None] & mask[:, None, :])
+    told = bases[None, :] + (word_off + src * 8)[:, None]
+    signal(told.to(tl.pointer_type(tl.int64)), value, mask_sg)
+
+
+def notify(
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    counts: torch.Tensor,
+    expert_start: torch.Tensor,
+    *,
+    me: int,
+    notify_off: int,
+    word_off: int,
+    shape: Shape,
+) -> None:
+    """Send this rank's counts to the PE of its rail at every node and to its node-mates.
+
+    Args:
+        bases: (W,) int64, address of every PE's heap.
+        state: (STATE_WORDS,) int64 of this PE.
+        counts: (1 + N + W + E,) int32, from `count`.
+        expert_start: (W + 1,) int32, first expert position of each rank.
+        me: this PE.
+        notify_off: byte offset of the two notify areas, (2, W, NOTIFY_WORDS) int32.
+        word_off: byte offset of the words notify[rank], (W,) int64.
+    """
+    _notify_kernel[(1,)](
+        *(bases, state, counts, expert_start, me, notify_off, word_off),
+        S=shape,
+        WORDS_P=pow2(shape.NOTIFY_WORDS),
+        PEERS_P=pow2(shape.N + shape.G),
+    )
+
+
+def forward(
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    me: int,
+    notify_off: int,
+    word_off: int,
+    shape: Shape,
+    block_n: int,
+) -> None:
+    """Wait for the messages along this rail and pass them on within the node.
+
+    Args: as `notify`; block_n: messages per program, a power of two.
+    """
+    _forward_kernel[(-(-shape.N // block_n),)](
+        *(bases, state, me, notify_off, word_off),
+        S=shape,
+        WORDS_P=pow2(shape.NOTIFY_WORDS),
+        BLOCK_N=block_n,
+    )
+
+
+def notify_ref(
+    counts: list[torch.Tensor], expert_start: torch.Tensor, *, node: int, shape: Shape
+) -> torch.Tensor:
+    """Return the (W, NOTIFY_WORDS) int32 area that every PE of `node` must end up with."""
+    S = shape
+    first, end = int(expert_start[node * S.G]), int(expert_start[(node + 1) * S.G])
+    area = torch.zeros(S.N * S.G, S.NOTIFY_WORDS, dtype=torch.int32)
+    for rank, own in enumerate(counts):
+        rows = own[1 + S.N :][node * S.G : (node + 1) * S.G]
+        slots = own[1 + S.N + S.N * S.G :][first:end]
+        message = torch.cat([own[: 1 + S.N], rows, slots])
+        area[rank, : len(message)] = message
+    return area

@@ -1,0 +1,394 @@
+"""Write records where they leave from, and rows of the own node where they stay.
+
+`pack` writes each record of one round straight into the send staging of its proxy, over NVLink if
+that is another GPU; `local` writes rows for GPUs of the own node into their final slots, so that
+they never touch a rail. Both write the layout of `shape.Format`:
+
+    [payload | expert ids | weights | source rank, entries]
+
+Letters: T tokens, K top-k, G GPUs a node, d destination node, g local GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from triton.language import core  # noqa: F401  (see lang.jit)
+
+from .lang import cumsum, helper, i64, iota, jit, tile_sum
+from .shape import Format, Shape, pow2
+from .wire import DRAINED, FAILED, heaps_i32, mark, tell_node, wait_node
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One rank's input to a dispatch."""
+
+    words: torch.Tensor  # (T, X_WORDS) int32, x as words, rows at any stride
+    topk_idx: torch.Tensor  # (T, K) int32 or int64, any strides
+    topk_weights: torch.Tensor  # (T, K) float32, any strides
+
+    def kernel_args(self) -> tuple:
+        """Return the tensors, each followed by its strides."""
+        return (
+            *(self.words, self.words.stride(0)),
+            *(self.topk_idx, *self.topk_idx.stride()),
+            *(self.topk_weights, *self.topk_weights.stride()),
+        )
+
+
+@helper
+def _store_row(
+    dst_ptrs,
+    t,
+    mask_i,
+    words_ptr,
+    stride_words_t,
+    topk_idx_ptr,
+    stride_idx_t,
+    stride_idx_k,
+    weights_ptr,
+    stride_weights_t,
+    stride_weights_k,
+    F: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write payload, ids and weights of tokens `t`; the payload's pad is zero, others stay."""
+    for w in range(0, F.IDS, BLOCK_W):
+        offs_w = w + iota(BLOCK_W)
+        src_ptrs = words_ptr + (t * stride_words_t)[:, None] + offs_w[None, :]
+        mask = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
+        words = tl.load(src_ptrs, mask=mask, other=0)
+        mask = mask_i[:, None] & (offs_w < F.IDS)[None, :]
+        tl.store(dst_ptrs[:, None] + offs_w[None, :], words, mask=mask)
+    k = iota(F.K_P)
+    mask = mask_i[:, None] & (k < F.K)[None, :]
+    src_ptrs = topk_idx_ptr + (t * stride_idx_t)[:, None] + (k * stride_idx_k)[None, :]
+    ids = tl.load(src_ptrs, mask=mask, other=-1).to(tl.int32)
+    tl.store(dst_ptrs[:, None] + F.IDS + k[None, :], ids, mask=mask)
+    src_ptrs = weights_ptr + (t * stride_weights_t)[:, None] + (k * stride_weights_k)[None, :]
+    weights = tl.load(src_ptrs, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(dst_ptrs[:, None] + F.WEIGHTS + k[None, :], weights, mask=mask)
+
+
+@helper
+def _load_rows(row_index_ptr, t, mask_i, d, S: tl.constexpr):
+    """Load the row of tokens `t` at each GPU of node d: (len(t), G_P) int64, -1 for none."""
+    g = iota(S.G_P)
+    mask = mask_i[:, None] & (g < S.G)[None, :]
+    ptrs = (row_index_ptr + t * (S.N * S.G) + d * S.G)[:, None] + g[None, :]
+    return tl.load(ptrs, mask=mask, other=-1).to(tl.int64)
+
+
+@helper
+def _store_entries(dst_ptrs, rows, mask_i, F: tl.constexpr, S: tl.constexpr):
+    """Write the rows that exist, by ascending GPU, as entries row * G + GPU; then -1.
+
+    Example: G = 4, rows [-1, 5, -1, 0] become entries 21, 3, -1, ...
+    """
+    g = iota(S.G_P)
+    there = (rows >= 0).to(tl.int64)
+    place = cumsum(there, 1) - there
+    tl.store(dst_ptrs[:, None] + place, rows * S.G + g[None, :], mask=rows >= 0)
+    e = iota(F.ENTRIES_P)
+    rest = (e[None, :] >= tile_sum(there, 1)[:, None]) & (e < F.ENTRIES)[None, :]
+    tl.store(dst_ptrs[:, None] + e[None, :], -1, mask=rest & mask_i[:, None])
+
+
+@jit
+def _pack_kernel(
+    bases_ptr,
+    state_ptr,
+    counts_ptr,
+    record_token_ptr,
+    proxy_ptr,
+    slot_ptr,
+    row_index_ptr,
+    words_ptr,
+    stride_words_t,
+    topk_idx_ptr,
+    stride_idx_t,
+    stride_idx_k,
+    weights_ptr,
+    stride_weights_t,
+    stride_weights_k,
+    me,
+    send_off,
+    drained_off,
+    wave,
+    first,
+    step,
+    S: tl.constexpr,
+    F: tl.constexpr,
+    ROUND_RECORDS: tl.constexpr,
+    TELL_DRAINED: tl.constexpr,
+    WAIT_DRAINED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write this owner's records for node d whose slots lie in the round to their proxies.
+
+    Example: ROUND_RECORDS 2, first 2: of slots 0, 1, 2, 3 of a proxy the last two go to its
+    places 0 and 1.
+    """
+    me: int = i64(me)
+    node: int = me // S.G
+    peer: int = i64(tl.program_id(1))
+    d: int = (node + i64(wave) + peer) % S.N
+    first: int = i64(first)
+    value: int = mark(state_ptr, i64(step), S)
+    if TELL_DRAINED:
+        if i64(tl.program_id(0) + tl.program_id(1)) == 0:
+            tell_node(bases_ptr, state_ptr, me, drained_off, value - 1, S)
+    n: int = i64(tl.load(counts_ptr + 1 + d)) * (1 - i64(tl.load(state_ptr + FAILED)))
+    if WAIT_DRAINED:
+        n: int = n * wait_node(bases_ptr, state_ptr, me, drained_off, value - 2, DRAINED, S)
+
+    buffer_off: int = send_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
+    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+        offs_i = i + iota(BLOCK_M)
+        mask_i = offs_i < n
+        record = d * S.T + offs_i
+        place = tl.load(slot_ptr + record, mask=mask_i, other=-1).to(tl.int64) - first
+        mask_i = (place >= 0) & (place < ROUND_RECORDS)
+        t = tl.load(record_token_ptr + record, mask=mask_i, other=0).to(tl.int64)
+        pe = node * S.G + tl.load(proxy_ptr + record, mask=mask_i, other=0).to(tl.int64)
+        dst_ptrs = heaps_i32(bases_ptr, pe, buffer_off, mask_i) + place * F.RECORD_WORDS
+        _store_row(
+            *(dst_ptrs, t, mask_i, words_ptr, stride_words_t),
+            *(topk_idx_ptr, stride_idx_t, stride_idx_k),
+            *(weights_ptr, stride_weights_t, stride_weights_k, F, BLOCK_W),
+        )
+        tl.store(dst_ptrs + F.META, me + t * 0, mask=mask_i)
+        rows = _load_rows(row_index_ptr, t, mask_i, d, S)
+        _store_entries(dst_ptrs + F.META + 1, rows, mask_i, F, S)
+
+
+@jit
+def _local_kernel(
+    own_rows_ptr,
+    bases_ptr,
+    state_ptr,
+    counts_ptr,
+    record_token_ptr,
+    row_index_ptr,
+    row_start_ptr,
+    words_ptr,
+    stride_words_t,
+    topk_idx_ptr,
+    stride_idx_t,
+    stride_idx_k,
+    weights_ptr,
+    stride_weights_t,
+    stride_weights_k,
+    me,
+    rows_off,
+    packed_off,
+    S: tl.constexpr,
+    F: tl.constexpr,
+    TELL_PACKED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write the rows that this rank's tokens have on its own node; keep where they went."""
+    me: int = i64(me)
+    node: int = me // S.G
+    if TELL_PACKED:
+        if i64(tl.program_id(0)) == 0:
+            tell_node(bases_ptr, state_ptr, me, packed_off, mark(state_ptr, 1, S), S)
+    n: int = i64(tl.load(counts_ptr + 1 + node)) * (1 - i64(tl.load(state_ptr + FAILED)))
+    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+        record = i + iota(BLOCK_M)
+        mask_i = record < n
+        ptrs = record_token_ptr + node * S.T + record
+        t = tl.load(ptrs, mask=mask_i, other=0).to(tl.int64)
+        rows = _load_rows(row_index_ptr, t, mask_i, node, S)
+        starts = tl.load(row_start_ptr + me * S.G + iota(S.G_P), mask=iota(S.G_P) < S.G, other=0)
+        rows = tl.where(rows >= 0, rows + starts.to(tl.int64)[None, :], -1)
+        _store_entries(own_rows_ptr + record * F.ENTRIES, rows, mask_i, F, S)
+
+        # One lane per entry: they were just stored by other threads of this program.
+        tl.debug_barrier()
+        j = iota(BLOCK_M * F.ENTRIES_P)
+        record = i + j // F.ENTRIES_P
+        e = j % F.ENTRIES_P
+        mask = (record < n) & (e < F.ENTRIES)
+        ptrs = own_rows_ptr + record * F.ENTRIES + e
+        entry = tl.load(ptrs, mask=mask, other=-1).to(tl.int64)
+        mask = entry >= 0
+        ptrs = record_token_ptr + node * S.T + record
+        t = tl.load(ptrs, mask=mask, other=0).to(tl.int64)
+        pe = node * S.G + entry % S.G
+        dst_ptrs = heaps_i32(bases_ptr, pe, rows_off, mask) + entry // S.G * F.META
+        _store_row(
+            *(dst_ptrs, t, mask, words_ptr, stride_words_t),
+            *(topk_idx_ptr, stride_idx_t, stride_idx_k),
+            *(weights_ptr, stride_weights_t, stride_weights_k, F, BLOCK_W),
+        )
+
+
+def pack(
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    counts: torch.Tensor,
+    record_token: torch.Tensor,
+    proxy: torch.Tensor,
+    slot: torch.Tensor,
+    row_index: torch.Tensor,
+    tokens: Tokens,
+    *,
+    me: int,
+    send_off: int,
+    drained_off: int,
+    wave: int,
+    num_peers: int,
+    first: int,
+    round_records: int,
+    step: int,
+    shape: Shape,
+    fmt: Format,
+    programs: int,
+    block_m: int,
+    block_w: int,
+) -> None:
+    """Write one round's records into their proxies' send staging.
+
+    Args:
+        bases, state: addresses of all heaps, state of this PE.
+        counts, record_token, row_index: from `count`; proxy, slot: from `match`.
+        tokens: the rank's input.
+        me: this PE.
+        send_off: byte offset of the round's send buffer; one buffer of round_records a peer.
+        drained_off: byte offset of the words drained[local GPU].
+        wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
+        first, round_records: slots [first, first + round_records) are this round's.
+        step: the round's number in its phase, from 1. Says drained(step - 1) first, and waits for
+            drained(step - 2), when there are such.
+        programs, block_m, block_w: programs a peer, records and words a tile.
+    """
+    _pack_kernel[(programs, num_peers)](
+        *(bases, state, counts, record_token, proxy, slot, row_index, *tokens.kernel_args()),
+        *(me, send_off, drained_off, wave, first, step),
+        S=shape,
+        F=fmt,
+        ROUND_RECORDS=round_records,
+        TELL_DRAINED=step > 1,
+        WAIT_DRAINED=step > 2,
+        BLOCK_M=block_m,
+        BLOCK_W=min(block_w, pow2(fmt.IDS)),
+    )
+
+
+def local(
+    own_rows: torch.Tensor,
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    counts: torch.Tensor,
+    record_token: torch.Tensor,
+    row_index: torch.Tensor,
+    row_start: torch.Tensor,
+    tokens: Tokens,
+    *,
+    me: int,
+    rows_off: int,
+    packed_off: int,
+    tell_packed: bool,
+    shape: Shape,
+    fmt: Format,
+    programs: int,
+    block_m: int,
+    block_w: int,
+) -> None:
+    """Write the rows of the own node into their final slots.
+
+    Args: as `pack`, and
+        own_rows: out, (S.T, ENTRIES) int32: entries of own-node record i, with final slots.
+        row_start: (W, G) int32, from `arrivals`.
+        rows_off: byte offset of the region of rows.
+        packed_off: byte offset of the words packed[local GPU].
+        tell_packed: say first that the first round is packed.
+    """
+    _local_kernel[(programs,)](
+        *(own_rows, bases, state, counts, record_token, row_index, row_start),
+        *(*tokens.kernel_args(), me, rows_off, packed_off),
+        S=shape,
+        F=fmt,
+        TELL_PACKED=tell_packed,
+        BLOCK_M=block_m,
+        BLOCK_W=min(block_w, pow2(fmt.IDS)),
+    )
+
+
+def _store_row_ref(row: torch.Tensor, tokens: Tokens, t: int, fmt: Format) -> None:
+    row[: fmt.IDS] = 0
+    row[: fmt.X_WORDS] = tokens.words[t]
+    row[fmt.IDS : fmt.IDS + fmt.K] = tokens.topk_idx[t]
+    row[fmt.WEIGHTS : fmt.WEIGHTS + fmt.K] = tokens.topk_weights[t].view(torch.int32)
+
+
+def _entries_ref(rows: torch.Tensor, shape: Shape, fmt: Format) -> torch.Tensor:
+    there = [row * shape.G + g for g, row in enumerate(rows.tolist()) if row >= 0]
+    return torch.tensor(there + [-1] * (fmt.ENTRIES - len(there)), dtype=torch.int32)
+
+
+def pack_ref(
+    send: list[torch.Tensor],
+    counts: torch.Tensor,
+    record_token: torch.Tensor,
+    proxy: torch.Tensor,
+    slot: torch.Tensor,
+    row_index: torch.Tensor,
+    tokens: Tokens,
+    *,
+    me: int,
+    wave: int,
+    first: int,
+    shape: Shape,
+    fmt: Format,
+) -> None:
+    """Do what `pack` does, record by record.
+
+    Args: as `pack`, and
+        send: out, per local GPU, (peers, round_records, RECORD_WORDS) int32: the round's send
+            buffers of the node.
+    """
+    S, node = shape, me // shape.G
+    num_peers, round_records, _ = send[0].shape
+    for peer in range(num_peers):
+        d = (node + wave + peer) % S.N
+        for i in range(int(counts[1 + d])):
+            place = int(slot[d, i]) - first
+            if 0 <= place < round_records:
+                record, t = send[int(proxy[d, i])][peer, place], int(record_token[d, i])
+                rows = row_index[t, d * S.G : (d + 1) * S.G]
+                _store_row_ref(record, tokens, t, fmt)
+                record[fmt.META] = me
+                record[fmt.META + 1 :][: fmt.ENTRIES] = _entries_ref(rows, S, fmt)
+
+
+def local_ref(
+    own_rows: torch.Tensor,
+    rows: list[torch.Tensor],
+    counts: torch.Tensor,
+    record_token: torch.Tensor,
+    row_index: torch.Tensor,
+    row_start: torch.Tensor,
+    tokens: Tokens,
+    *,
+    me: int,
+    shape: Shape,
+    fmt: Format,
+) -> None:
+    """Do what `local` does, row by row.
+
+    Args: as `local`, and rows: out, per local GPU, (slots, META) int32: the node's rows regions.
+    """
+    S, node = shape, me // shape.G
+    for i in range(int(counts[1 + node])):
+        t = int(record_token[node, i])
+        index = row_index[t, node * S.G : (node + 1) * S.G]
+        final = torch.where(index >= 0, index + row_start[me], -1)
+        own_rows[i] = _entries_ref(final, S, fmt)
+        for g, row in enumerate(final.tolist()):
+            if row >= 0:
+                _store_row_ref(rows[g][row], tokens, t, fmt)

@@ -1,0 +1,103 @@
+"""The compile-time integers that kernels share: one frozen value a world, one a call.
+
+Kernels take them as `S: tl.constexpr` and `F: tl.constexpr` and read their fields. Powers of two
+that bound a tile axis end in `_P`. N nodes, G GPUs a node, W = N * G ranks, R rails, E experts,
+K top-k, T tokens.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that are fixed when a world is made."""
+
+    N: int
+    G: int
+    R: int
+    E: int
+    T: int  # the most tokens a rank may dispatch
+    N_P: int
+    G_P: int
+    R_P: int
+    RAIL_GPUS: int  # the most GPUs of one rail
+    RAIL_GPUS_P: int
+    NODE_EXPERTS: int  # the most experts of one node
+    RANK_EXPERTS: int  # the most experts of one rank
+    NOTIFY_WORDS: int  # int32 words of a notify message
+    PROXY_RECORDS: int  # the most records one proxy carries of one slice
+    MAX_STEPS: int  # marks per epoch: above every step of a phase
+    CHUNK: int  # records that one program moves under one arrived word
+    CHUNKS: int  # arrived words per sending node
+    CHUNKS_P: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one call's records and rows lie in memory, in 32-bit words.
+
+    A record is `[payload | expert ids | weights | source rank, entries]`, each segment padded to 16
+    bytes; a row is its first part, payload, ids and weights. An entry says where the record has a
+    row: `row * G + local GPU`, by ascending GPU, -1 when there are no more.
+    """
+
+    K: int
+    K_P: int
+    X_WORDS: int  # words of a token's payload; the segment is padded with zeros
+    IDS: int  # where the expert ids start (= payload words)
+    WEIGHTS: int
+    META: int  # where source rank and entries start (= words of a row)
+    ENTRIES: int  # the most rows of a record: min(K, G)
+    ENTRIES_P: int
+    RECORD_WORDS: int
+
+
+def padded(words: int) -> int:
+    """Round up to 16 bytes.
+
+    Example:
+        >>> padded(5)
+        8
+    """
+    return -(-words // 4) * 4
+
+
+def pow2(n: int) -> int:
+    """Return the smallest power of two that is at least n and 1.
+
+    Example:
+        >>> [pow2(n) for n in (0, 1, 5, 8)]
+        [1, 1, 8, 8]
+    """
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def make_format(payload_bytes: int, top_k: int, gpus_per_node: int) -> Format:
+    """Lay out a record of one call.
+
+    Args:
+        payload_bytes: bytes of one token's x.
+        top_k: expert ids per token.
+        gpus_per_node: G.
+
+    Example:
+        >>> make_format(payload_bytes=14, top_k=2, gpus_per_node=2)
+        Format(K=2, K_P=2, X_WORDS=4, IDS=4, WEIGHTS=8, META=12, ENTRIES=2, ENTRIES_P=2, \
+RECORD_WORDS=16)
+    """
+    x_words = -(-payload_bytes // 4)
+    ids = padded(x_words)
+    weights = ids + padded(top_k)
+    meta = weights + padded(top_k)
+    entries = min(top_k, gpus_per_node)
+    return Format(
+        K=top_k,
+        K_P=pow2(top_k),
+        X_WORDS=x_words,
+        IDS=ids,
+        WEIGHTS=weights,
+        META=meta,
+        ENTRIES=entries,
+        ENTRIES_P=pow2(entries),
+        RECORD_WORDS=meta + padded(1 + entries),
+    )

@@ -1,0 +1,315 @@
+"""Take records in at the ingress PE, and rows out at the expert PE.
+
+`unpack` waits for each chunk of a round and stores its records' rows at their final slots in the
+rows regions of the node; `finish` waits until all are stored and copies a PE's rows out.
+
+    final slot at GPU g = row_start[source rank, g] + row of the record's entry for g
+
+Letters: G GPUs a node, s source node, g local GPU, K top-k.
+"""
+
+import torch
+import triton.language as tl
+from triton.language import core  # noqa: F401  (see lang.jit)
+
+from .lang import cdiv, helper, i64, iota, jit
+from .shape import Format, Shape, pow2
+from .wire import (
+    DELIVERED,
+    FAILED,
+    grant,
+    heap_i32,
+    heaps_i32,
+    mark,
+    records_in_round,
+    tell_node,
+    wait_chunks,
+    wait_node,
+)
+
+
+@helper
+def _copy_words(
+    dst_ptrs, src_ptrs, mask_i, START: tl.constexpr, END: tl.constexpr, BLOCK_W: tl.constexpr
+):
+    """Copy words [START, END) of each row of pointers."""
+    for w in range(START, END, BLOCK_W):
+        offs_w = w + iota(BLOCK_W)
+        mask = mask_i[:, None] & (offs_w < END)[None, :]
+        words = tl.load(src_ptrs[:, None] + offs_w[None, :], mask=mask, other=0)
+        tl.store(dst_ptrs[:, None] + offs_w[None, :], words, mask=mask)
+
+
+@jit
+def _unpack_kernel(
+    in_rows_ptr,
+    bases_ptr,
+    state_ptr,
+    recv_load_ptr,
+    rail_mates_ptr,
+    row_start_ptr,
+    me,
+    recv_off,
+    rows_off,
+    arrived_off,
+    grant_off,
+    packed_off,
+    wave,
+    first,
+    step,
+    next_wave,
+    next_first,
+    S: tl.constexpr,
+    F: tl.constexpr,
+    ROUND_RECORDS: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+):
+    """Store the rows of the records that arrived; the first program grants the next round.
+
+    Example: G = 2; a record of rank 3 with entries [8, -1] (row 4 of GPU 0) and row_start[3] =
+    [10, 7] becomes row 14 of GPU 0.
+    """
+    me: int = i64(me)
+    node: int = me // S.G
+    local: int = me % S.G
+    peer: int = i64(tl.program_id(1))
+    s: int = (node + S.N - i64(wave) - peer) % S.N
+    first: int = i64(first)
+    value: int = mark(state_ptr, i64(step), S)
+    n: int = records_in_round(recv_load_ptr, s * S.G + local, first, ROUND_RECORDS)
+    num_chunks: int = cdiv(n, S.CHUNK)
+    if i64(tl.program_id(0)) == 0:
+        if HAS_NEXT:
+            tell_node(bases_ptr, state_ptr, me, packed_off, value + 1, S)
+        wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, s, 0, num_chunks, S)
+        if HAS_NEXT:
+            grant(
+                *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr, grant_off),
+                *(i64(next_wave), i64(next_first), value + 1, S),
+            )
+
+    buffer_off: int = recv_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
+    src_ptr = heap_i32(bases_ptr, me, buffer_off)
+    for c in range(i64(tl.program_id(0)), num_chunks, i64(tl.num_programs(0))):
+        if i64(tl.program_id(0)) > 0:
+            wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, s, c, 1, S)
+        ok: int = 1 - i64(tl.load(state_ptr + FAILED))
+        j = iota(S.CHUNK * F.ENTRIES_P)
+        record = c * S.CHUNK + j // F.ENTRIES_P
+        e = j % F.ENTRIES_P
+        mask = (record < n * ok) & (e < F.ENTRIES)
+        src_ptrs = src_ptr + record * F.RECORD_WORDS
+        rank = tl.load(src_ptrs + F.META, mask=mask, other=0).to(tl.int64)
+        entry = tl.load(src_ptrs + F.META + 1 + e, mask=mask, other=-1).to(tl.int64)
+        mask_j = entry >= 0
+        g = tl.where(mask_j, entry % S.G, 0)
+        start = tl.load(row_start_ptr + rank * S.G + g, mask=mask_j, other=0).to(tl.int64)
+        final = start + entry // S.G
+        in_ptrs = in_rows_ptr + (s * S.PROXY_RECORDS + first + record) * F.ENTRIES + e
+        tl.store(in_ptrs, tl.where(mask_j, final * S.G + g, -1), mask=mask)
+        dst_ptrs = heaps_i32(bases_ptr, node * S.G + g, rows_off, mask_j) + final * F.META
+        _copy_words(dst_ptrs, src_ptrs, mask_j, 0, F.IDS, BLOCK_W)
+        _copy_words(dst_ptrs, src_ptrs, mask_j, F.IDS, F.META, BLOCK_IDS)
+
+
+@jit
+def _finish_kernel(
+    words_ptr,
+    topk_idx_ptr,
+    weights_ptr,
+    bases_ptr,
+    state_ptr,
+    expert_rank_ptr,
+    expert_pos_ptr,
+    expert_start_ptr,
+    me,
+    rows_off,
+    delivered_off,
+    num_rows,
+    S: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Copy this PE's rows out; expert ids become local ones, -1 (weight 0) for other ranks'."""
+    me: int = i64(me)
+    ok: int = wait_node(
+        bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), DELIVERED, S
+    )
+    n: int = i64(num_rows) * ok
+    src_ptr = heap_i32(bases_ptr, me, rows_off)
+    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+        offs_i = i + iota(BLOCK_M)
+        mask_i = offs_i < n
+        src_ptrs = src_ptr + offs_i * F.META
+        dst_ptrs = words_ptr + offs_i * F.X_WORDS
+        _copy_words(dst_ptrs, src_ptrs, mask_i, 0, F.X_WORDS, BLOCK_W)
+        k = iota(F.K_P)
+        mask = mask_i[:, None] & (k < F.K)[None, :]
+        offs = (offs_i * F.K)[:, None] + k[None, :]
+        ids = tl.load(src_ptrs[:, None] + F.IDS + k[None, :], mask=mask, other=-1).to(tl.int64)
+        rank = tl.load(expert_rank_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
+        pos = tl.load(expert_pos_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
+        here = rank == me
+        pos = tl.where(here, pos - i64(tl.load(expert_start_ptr + me)), -1)
+        tl.store(topk_idx_ptr + offs, pos, mask=mask)
+        bits = tl.load(src_ptrs[:, None] + F.WEIGHTS + k[None, :], mask=mask, other=0)
+        weights = tl.where(here, bits, 0).to(tl.float32, bitcast=True)
+        tl.store(weights_ptr + offs, weights, mask=mask)
+
+
+def unpack(
+    in_rows: torch.Tensor,
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    recv_load: torch.Tensor,
+    rail_mates: torch.Tensor,
+    row_start: torch.Tensor,
+    *,
+    me: int,
+    recv_off: int,
+    rows_off: int,
+    arrived_off: int,
+    grant_off: int,
+    packed_off: int,
+    wave: int,
+    num_peers: int,
+    first: int,
+    round_records: int,
+    step: int,
+    next_round: tuple[int, int] | None,
+    shape: Shape,
+    fmt: Format,
+    programs: int,
+    block_w: int,
+) -> None:
+    """Store the rows of one round's records at their final slots.
+
+    Args:
+        in_rows: out, (N, PROXY_RECORDS, ENTRIES) int32: entries, with final slots, of the record
+            that came from node s in slot i.
+        bases, state: addresses of all heaps, state of this PE.
+        recv_load: (N, G) int32, records that each PE of each node puts to this node.
+        rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
+        row_start: (W, G) int32, from `arrivals`.
+        me: this PE.
+        recv_off: byte offset of the round's receive buffer; one of round_records a peer.
+        rows_off, arrived_off, grant_off, packed_off: byte offsets of the rows and of the words.
+        wave, num_peers: the peers are nodes (own - wave - i) mod N for i < num_peers.
+        first, round_records, step: as `pack`.
+        next_round: (wave, first slot) of the round to grant, None after the last.
+        programs, block_w: programs a peer, words a tile; a tile is one chunk of records.
+    """
+    next_wave, next_first = next_round or (0, 0)
+    _unpack_kernel[(programs, num_peers)](
+        *(in_rows, bases, state, recv_load, rail_mates, row_start),
+        *(me, recv_off, rows_off, arrived_off, grant_off, packed_off),
+        *(wave, first, step, next_wave, next_first),
+        S=shape,
+        F=fmt,
+        ROUND_RECORDS=round_records,
+        HAS_NEXT=next_round is not None,
+        BLOCK_W=min(block_w, pow2(fmt.IDS)),
+        BLOCK_IDS=pow2(fmt.META - fmt.IDS),
+    )
+
+
+def finish(
+    words: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    expert_rank: torch.Tensor,
+    expert_pos: torch.Tensor,
+    expert_start: torch.Tensor,
+    *,
+    me: int,
+    rows_off: int,
+    delivered_off: int,
+    shape: Shape,
+    fmt: Format,
+    programs: int,
+    block_m: int,
+    block_w: int,
+) -> None:
+    """Wait until the node has delivered, then copy this PE's rows into tensors of the caller's.
+
+    Args:
+        words: out, (rows, X_WORDS) int32.
+        topk_idx: out, (rows, K) int32 or int64: local expert ids, -1 for experts elsewhere.
+        topk_weights: out, (rows, K) float32, 0 for experts elsewhere.
+        expert_rank, expert_pos, expert_start: the expert map, as in `count`.
+        me: this PE.
+        rows_off, delivered_off: byte offsets of the rows and of the words delivered[local GPU].
+        programs, block_m, block_w: programs, rows and words a tile.
+    """
+    _finish_kernel[(programs,)](
+        *(words, topk_idx, topk_weights, bases, state, expert_rank, expert_pos, expert_start),
+        *(me, rows_off, delivered_off, words.shape[0]),
+        S=shape,
+        F=fmt,
+        BLOCK_M=block_m,
+        BLOCK_W=min(block_w, pow2(fmt.X_WORDS)),
+    )
+
+
+def unpack_ref(
+    in_rows: torch.Tensor,
+    rows: list[torch.Tensor],
+    recv: torch.Tensor,
+    recv_load: torch.Tensor,
+    row_start: torch.Tensor,
+    *,
+    me: int,
+    wave: int,
+    first: int,
+    shape: Shape,
+    fmt: Format,
+) -> None:
+    """Do what `unpack` does, record by record.
+
+    Args: as `unpack`, and
+        rows: out, per local GPU, (slots, META) int32: the node's rows regions.
+        recv: (peers, round_records, RECORD_WORDS) int32, this PE's receive buffers of the round.
+    """
+    S = shape
+    node, local = divmod(me, S.G)
+    for peer, records in enumerate(recv):
+        s = (node - wave - peer) % S.N
+        num_records = min(max(int(recv_load[s, local]) - first, 0), len(records))
+        for i, record in enumerate(records[:num_records]):
+            rank, *entries = record[fmt.META :][: 1 + fmt.ENTRIES].tolist()
+            for e, entry in enumerate(entries):
+                final = -1
+                if entry >= 0:
+                    row, g = divmod(entry, S.G)
+                    row += int(row_start[rank, g])
+                    rows[g][row] = record[: fmt.META]
+                    final = row * S.G + g
+                in_rows[s, first + i, e] = final
+
+
+def finish_ref(
+    words: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    rows: torch.Tensor,
+    expert_rank: torch.Tensor,
+    expert_pos: torch.Tensor,
+    expert_start: torch.Tensor,
+    *,
+    me: int,
+    fmt: Format,
+) -> None:
+    """Do what `finish` does, from rows (slots, META) int32 of this PE."""
+    for i, row in enumerate(rows[: len(words)]):
+        words[i] = row[: fmt.X_WORDS]
+        ids = row[fmt.IDS : fmt.IDS + fmt.K].tolist()
+        weights = row[fmt.WEIGHTS : fmt.WEIGHTS + fmt.K].view(torch.float32)
+        for k, e in enumerate(ids):
+            here = e >= 0 and int(expert_rank[e]) == me
+            topk_idx[i, k] = expert_pos[e] - expert_start[me] if here else -1
+            topk_weights[i, k] = weights[k] if here else 0.0

@@ -1,0 +1,401 @@
+"""Between PEs: addresses, words (signals), waits, and puts from proxy to ingress PE.
+
+Every PE's heap has the same layout, so an address is (PE, byte offset): `bases[pe] + offset`.
+Peers whose memory is mapped (same process, shared memory, NVLink) are reached by plain loads and
+stores through that table.
+
+Words are int64, have one writer each and only grow. A word's value is a mark, `epoch * MAX_STEPS +
+step`; the epoch lives in device memory, so no launch argument depends on it. Memory order is
+decided here and nowhere else:
+
+- `signal` orders all that this program has stored before it (barrier, then a release at system
+  scope): whoever sees the word sees those stores.
+- `wait_all` polls with an acquire at system scope: what the writers stored before their words is
+  visible after it. It ends at the deadline, leaves an error record in the state and returns 0; the
+  later waits of the phase then return 0 at once, and callers move and signal nothing.
+
+Letters: N nodes, G GPUs a node; k wave, d destination node, s source node, g local GPU.
+"""
+
+import torch
+import triton.language as tl
+from triton.language import core  # noqa: F401  (see lang.jit)
+
+from .lang import cdiv, clamp, clock_ns, helper, i64, iota, jit, relax, tile_max, tile_min
+from .shape import Shape, pow2
+
+# The state of a PE: int64 (STATE_WORDS,) in its own memory.
+EPOCH = tl.constexpr(0)  # number of the running phase; its first kernel advances it
+NOTIFIES = tl.constexpr(1)  # number of notify exchanges so far; its parity picks the area
+DEADLINE_NS = tl.constexpr(2)  # how long a wait may take
+FAILED = tl.constexpr(3)  # 1 once a wait has passed its deadline; then who and what it waited for:
+FAILED_WORD = tl.constexpr(4)
+FAILED_PE = tl.constexpr(5)
+FAILED_SEEN = tl.constexpr(6)
+FAILED_EXPECTED = tl.constexpr(7)
+STATE_WORDS = 8
+
+# The words, by what they say; an error record holds the position in this tuple.
+WORDS = (
+    *("notify", "packed", "drained", "grant", "arrived", "delivered"),
+    *("rows_in", "returned", "taken", "rows_read"),
+)
+NOTIFY = tl.constexpr(0)
+PACKED = tl.constexpr(1)
+DRAINED = tl.constexpr(2)
+GRANT = tl.constexpr(3)
+ARRIVED = tl.constexpr(4)
+DELIVERED = tl.constexpr(5)
+ROWS_IN = tl.constexpr(6)
+RETURNED = tl.constexpr(7)
+TAKEN = tl.constexpr(8)
+ROWS_READ = tl.constexpr(9)
+
+
+@helper
+def heap_i32(bases_ptr, pe, offset):
+    """Return an int32 pointer to byte `offset` of the heap of `pe`."""
+    return (tl.load(bases_ptr + pe) + offset).to(tl.pointer_type(tl.int32))
+
+
+@helper
+def heap_i64(bases_ptr, pe, offset):
+    """Return an int64 pointer to byte `offset` of the heap of `pe`."""
+    return (tl.load(bases_ptr + pe) + offset).to(tl.pointer_type(tl.int64))
+
+
+@helper
+def heaps_i32(bases_ptr, pe, offset, mask):
+    """Return int32 pointers into the heaps of several PEs."""
+    return (tl.load(bases_ptr + pe, mask=mask, other=0) + offset).to(tl.pointer_type(tl.int32))
+
+
+@helper
+def heaps_i64(bases_ptr, pe, offset, mask):
+    """Return int64 pointers into the heaps of several PEs."""
+    return (tl.load(bases_ptr + pe, mask=mask, other=0) + offset).to(tl.pointer_type(tl.int64))
+
+
+@helper
+def mark(state_ptr, step, S: tl.constexpr):
+    """Return the value that a word of this phase carries for `step`."""
+    return i64(tl.load(state_ptr + EPOCH)) * S.MAX_STEPS + step
+
+
+@helper
+def signal(word_ptrs, value, mask):
+    """Set words to `value`, after all that this program stored before."""
+    tl.debug_barrier()
+    tl.atomic_xchg(word_ptrs, value, mask=mask, sem="release", scope="sys")
+
+
+@helper
+def behind(word_ptrs, expected, mask):
+    """Return how far each word is behind `expected` (0 or less: it has come), with an acquire."""
+    seen = tl.atomic_add(word_ptrs, 0, mask=mask, sem="acquire", scope="sys")
+    return tl.where(mask, expected - seen, 0)
+
+
+@helper
+def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
+    """Wait until every word has reached `expected`; return 1, or 0 when the phase has failed.
+
+    `writers` (the PE that sets each word) and `word` go into the error record.
+    """
+    ok: int = 1 - i64(tl.load(state_ptr + FAILED))
+    late = behind(word_ptrs, expected, mask)
+    worst: int = i64(tile_max(late, 0))
+    if worst > 0:
+        deadline: int = i64(tl.load(state_ptr + DEADLINE_NS)) + clock_ns()
+        while worst * ok > 0:
+            relax()
+            late = behind(word_ptrs, expected, mask)
+            worst: int = i64(tile_max(late, 0))
+            if (worst > 0) & (clock_ns() > deadline):
+                who: int = i64(tile_min(tl.where(late > 0, writers, 0x7FFFFFFF), 0))
+                missing: int = i64(tile_max(tl.where(writers == who, late, 0), 0))
+                tl.store(state_ptr + FAILED_WORD, word)
+                tl.store(state_ptr + FAILED_PE, who)
+                tl.store(state_ptr + FAILED_SEEN, expected - missing)
+                tl.store(state_ptr + FAILED_EXPECTED, expected)
+                tl.store(state_ptr + FAILED, 1)
+                ok: int = ok * 0
+    tl.debug_barrier()
+    return ok
+
+
+@helper
+def tell_node(bases_ptr, state_ptr, me, word_off, value, S: tl.constexpr):
+    """Set this PE's word at every PE of its node (nothing once the phase has failed)."""
+    g = iota(S.G_P)
+    mask = g < S.G * (1 - i64(tl.load(state_ptr + FAILED)))
+    local: int = me % S.G
+    ptrs = heaps_i64(bases_ptr, me - local + g, word_off + local * 8, mask)
+    signal(ptrs, value, mask)
+
+
+@helper
+def wait_node(bases_ptr, state_ptr, me, word_off, expected, word, S: tl.constexpr):
+    """Wait for the words that the PEs of this node set at this one."""
+    g = iota(S.G_P)
+    ptrs = heap_i64(bases_ptr, me, word_off) + g
+    return wait_all(ptrs, expected, g < S.G, me - me % S.G + g, word, state_ptr)
+
+
+@helper
+def rail_mates(rail_mates_ptr, S: tl.constexpr):
+    """Return the local GPUs of this PE's rail, itself included, -1 where there is none."""
+    j = iota(S.RAIL_GPUS_P)
+    return tl.load(rail_mates_ptr + j, mask=j < S.RAIL_GPUS, other=-1).to(tl.int64)
+
+
+@helper
+def grant(
+    bases_ptr,
+    state_ptr,
+    me,
+    recv_load_ptr,
+    rail_mates_ptr,
+    grant_off,
+    wave,
+    first,
+    value,
+    S: tl.constexpr,
+):
+    """Let the senders of `wave` put their records from slot `first` on (unless the phase failed).
+
+    To every PE of this rail at the sending node that has such records. A sender waits for all
+    receivers of its rail, so that one source node at a time has payload in flight to a rail.
+    """
+    s: int = (me // S.G + S.N - wave) % S.N
+    g = rail_mates(rail_mates_ptr, S)
+    load = tl.load(recv_load_ptr + s * S.G + g, mask=g >= 0, other=0).to(tl.int64)
+    mask = load * (1 - i64(tl.load(state_ptr + FAILED))) > first
+    ptrs = heaps_i64(bases_ptr, s * S.G + g, grant_off + me * 8, mask)
+    signal(ptrs, value, mask)
+
+
+@helper
+def wait_grants(
+    bases_ptr, state_ptr, me, rail_mates_ptr, grant_off, expected, d, num_records, S: tl.constexpr
+):
+    """Wait for the grants of all PEs of this rail at node `d`, if there is anything to put."""
+    g = rail_mates(rail_mates_ptr, S)
+    pe = d * S.G + tl.where(g >= 0, g, 0)
+    ptrs = heap_i64(bases_ptr, me, grant_off) + pe
+    return wait_all(ptrs, expected, (g + 1) * num_records > 0, pe, GRANT, state_ptr)
+
+
+@helper
+def wait_chunks(
+    bases_ptr, state_ptr, me, arrived_off, expected, s, first_chunk, num_chunks, S: tl.constexpr
+):
+    """Wait for `num_chunks` chunks from node `s`, from `first_chunk` on."""
+    c = iota(S.CHUNKS_P)
+    ptrs = heap_i64(bases_ptr, me, arrived_off + (s * S.CHUNKS + first_chunk) * 8) + c
+    writers = s * S.G + me % S.G + c * 0
+    return wait_all(ptrs, expected, c < num_chunks, writers, ARRIVED, state_ptr)
+
+
+@helper
+def records_in_round(load_ptr, peer, first, ROUND_RECORDS: tl.constexpr):
+    """Return how many of `peer`'s records have slots in [first, first + ROUND_RECORDS)."""
+    return clamp(i64(tl.load(load_ptr + peer)) - first, 0, ROUND_RECORDS)
+
+
+@jit
+def _put_kernel(
+    bases_ptr,
+    state_ptr,
+    put_words_ptr,
+    send_load_ptr,
+    rail_mates_ptr,
+    me,
+    send_off,
+    recv_off,
+    arrived_off,
+    grant_off,
+    packed_off,
+    taken_off,
+    wave,
+    first,
+    step,
+    S: tl.constexpr,
+    RECORD_WORDS: tl.constexpr,
+    ROUND_RECORDS: tl.constexpr,
+    WAIT_PACKED: tl.constexpr,
+    WAIT_GRANT: tl.constexpr,
+    TELL_TAKEN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Put this proxy's records for node d, chunk by chunk, each followed by its word.
+
+    Chunk c holds records [c * CHUNK, (c + 1) * CHUNK) of the round; arrived[node, c] at the
+    ingress PE vouches for this chunk only.
+    """
+    me: int = i64(me)
+    node: int = me // S.G
+    local: int = me % S.G
+    peer: int = i64(tl.program_id(1))
+    d: int = (node + i64(wave) + peer) % S.N
+    value: int = mark(state_ptr, i64(step), S)
+    if TELL_TAKEN:
+        if i64(tl.program_id(0) + tl.program_id(1)) == 0:
+            tell_node(bases_ptr, state_ptr, me, taken_off, value - 1, S)
+    n: int = records_in_round(send_load_ptr, d * S.G + local, i64(first), ROUND_RECORDS)
+    if WAIT_PACKED:
+        n: int = n * wait_node(bases_ptr, state_ptr, me, packed_off, value, PACKED, S)
+    if WAIT_GRANT:
+        n: int = n * wait_grants(
+            bases_ptr, state_ptr, me, rail_mates_ptr, grant_off, value, d, n, S
+        )
+
+    buffer_off: int = peer * (ROUND_RECORDS * RECORD_WORDS * 4)
+    src_ptr = heap_i32(bases_ptr, me, send_off + buffer_off)
+    dst_ptr = heap_i32(bases_ptr, d * S.G + local, recv_off + buffer_off)
+    word_ptr = heap_i64(bases_ptr, d * S.G + local, arrived_off + node * (S.CHUNKS * 8))
+    for c in range(i64(tl.program_id(0)), cdiv(n, S.CHUNK), i64(tl.num_programs(0))):
+        start: int = c * (S.CHUNK * RECORD_WORDS)
+        end: int = clamp(n * RECORD_WORDS, start, start + S.CHUNK * RECORD_WORDS)
+        for w in range(start, end, BLOCK_W):
+            offs_w = w + iota(BLOCK_W)
+            mask_w = offs_w < end
+            words = tl.load(src_ptr + offs_w, mask=mask_w, other=0)
+            tl.store(dst_ptr + offs_w, words, mask=mask_w)
+        signal(word_ptr + c, value, None)
+        tl.atomic_add(put_words_ptr + d, end - start, sem="relaxed")
+
+
+@jit
+def _tell_kernel(
+    bases_ptr,
+    state_ptr,
+    recv_load_ptr,
+    rail_mates_ptr,
+    me,
+    word_off,
+    grant_off,
+    S: tl.constexpr,
+    GRANT_WAVES: tl.constexpr,
+):
+    """Tell the node that all this PE has launched so far is done; grant the first waves."""
+    me: int = i64(me)
+    value: int = mark(state_ptr, 1, S)
+    tell_node(bases_ptr, state_ptr, me, word_off, value, S)
+    for wave in tl.static_range(1, GRANT_WAVES + 1):
+        grant(
+            *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr),
+            *(grant_off, wave, 0, value, S),
+        )
+
+
+def put(
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    put_words: torch.Tensor,
+    send_load: torch.Tensor,
+    rail_mates: torch.Tensor,
+    *,
+    me: int,
+    send_off: int,
+    recv_off: int,
+    arrived_off: int,
+    grant_off: int,
+    packed_off: int,
+    taken_off: int,
+    wave: int,
+    num_peers: int,
+    first: int,
+    round_records: int,
+    record_words: int,
+    step: int,
+    wait_packed: bool,
+    wait_grant: bool,
+    tell_taken: bool,
+    shape: Shape,
+    programs: int,
+    block_w: int,
+) -> None:
+    """Put one round's records from this proxy's send buffer into the ingress PEs' buffers.
+
+    Args:
+        bases: (W,) int64, address of every PE's heap.
+        state: (STATE_WORDS,) int64 of this PE.
+        put_words: (N,) int64, grows by the 32-bit words put to each node.
+        send_load: (N, G) int32, records that each PE of this node sends to each node.
+        rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
+        me: this PE.
+        send_off, recv_off: byte offsets of the round's buffers; one of round_records a peer.
+        arrived_off, grant_off, packed_off, taken_off: byte offsets of the words.
+        wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
+        first, round_records: slots [first, first + round_records) are this round's.
+        step: the round's number in its phase, from 1.
+        wait_packed: wait for packed(step) of the node; wait_grant: for the rail's grants.
+        tell_taken: say taken(step - 1) first.
+        programs, block_w: programs a peer, words a tile.
+    """
+    _put_kernel[(programs, num_peers)](
+        *(bases, state, put_words, send_load, rail_mates),
+        *(me, send_off, recv_off, arrived_off, grant_off, packed_off, taken_off),
+        *(wave, first, step),
+        S=shape,
+        RECORD_WORDS=record_words,
+        ROUND_RECORDS=round_records,
+        WAIT_PACKED=wait_packed,
+        WAIT_GRANT=wait_grant,
+        TELL_TAKEN=tell_taken,
+        BLOCK_W=min(block_w, pow2(shape.CHUNK * record_words)),
+    )
+
+
+def tell(
+    bases: torch.Tensor,
+    state: torch.Tensor,
+    recv_load: torch.Tensor,
+    rail_mates: torch.Tensor,
+    *,
+    me: int,
+    word_off: int,
+    grant_off: int,
+    grant_waves: int,
+    shape: Shape,
+) -> None:
+    """Set one word of a phase at every PE of the node; grant the first waves, if any.
+
+    Args:
+        recv_load: (N, G) int32, records that each PE of each node will put to this node.
+        word_off, grant_off: byte offsets of the word and of the grants.
+        grant_waves: grant the first round of waves 1 to this number.
+    """
+    _tell_kernel[(1,)](
+        *(bases, state, recv_load, rail_mates, me, word_off, grant_off),
+        S=shape,
+        GRANT_WAVES=grant_waves,
+    )
+
+
+def put_ref(
+    recv: list[torch.Tensor],
+    put_words: torch.Tensor,
+    send: torch.Tensor,
+    send_load: torch.Tensor,
+    *,
+    me: int,
+    wave: int,
+    first: int,
+    shape: Shape,
+) -> None:
+    """Move what `put` moves, record by record.
+
+    Args: as `put`, and
+        recv: out, per node, (peers, round_records, record_words) int32: the round's receive
+            buffers of the PE with this one's local index.
+        send: (peers, round_records, record_words) int32, this PE's send buffers.
+    """
+    node, local = divmod(me, shape.G)
+    for peer, records in enumerate(send):
+        d = (node + wave + peer) % shape.N
+        num_records = min(max(int(send_load[d, local]) - first, 0), len(records))
+        for i in range(num_records):
+            recv[d][peer, i] = records[i]
+            put_words[d] += records[i].numel()
