@@ -1,0 +1,174 @@
+"""Check the arguments of dispatch and combine, before anything moves.
+
+Letters: W ranks, E experts, K top-k, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from railwave.config import PATHS, Config
+from railwave.handle import Call, Handle
+from railwave.kernels.shape import make_format
+
+SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_dispatch(
+    config: Config,
+    xs: Sequence[torch.Tensor],
+    topk_idxs: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    path: str,
+) -> list[Call]:
+    """Check all ranks' arguments to a dispatch and make them calls.
+
+    Raises:
+        TypeError, ValueError: see `LocalWorld.dispatch`.
+    """
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+    lists = {"xs": xs, "topk_idxs": topk_idxs, "topk_weights": topk_weights}
+    for name, values in lists.items():
+        _check_list(values, name, config.topo.num_ranks)
+    calls = []
+    for rank, (x, topk_idx, weights) in enumerate(zip(xs, topk_idxs, topk_weights, strict=True)):
+        calls.append(check_call(config, x, topk_idx, weights, path, where=f"[{rank}]"))
+    for rank, call in enumerate(calls):
+        _check_same("xs", "dtype", rank, call.x.dtype, calls[0].x.dtype)
+        _check_same("xs", "hidden size", rank, call.x.shape[1], calls[0].x.shape[1])
+        _check_same("topk_idxs", "top-k", rank, call.topk_idx.shape[1], calls[0].topk_idx.shape[1])
+    return calls
+
+
+def check_call(
+    config: Config,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    path: str,
+    *,
+    where: str = "",
+) -> Call:
+    """Check one rank's arguments; `where` follows their names in messages."""
+    x_name, idx_name, weights_name = (f"{n}{where}" for n in ("x", "topk_idx", "topk_weights"))
+    if where:
+        x_name, idx_name = f"xs{where}", f"topk_idxs{where}"
+    _check_matrix(x, x_name)
+    _check_matrix(topk_idx, idx_name)
+    _check_matrix(topk_weights, weights_name)
+    num_tokens, hidden = x.shape
+    if num_tokens > config.max_tokens_per_rank:
+        per_token = config.layout.size // config.max_tokens_per_rank
+        raise ValueError(
+            f"{x_name} must have at most max_tokens_per_rank = {config.max_tokens_per_rank} "
+            f"tokens, got {num_tokens}; raise max_tokens_per_rank, at about {per_token} bytes of "
+            f"heap per token and rank"
+        )
+    _check_payload(config, hidden, x.dtype, x_name)
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{idx_name} must be int32 or int64, got {topk_idx.dtype}")
+    top_k = topk_idx.shape[1]
+    if topk_idx.shape[0] != num_tokens or not 1 <= top_k <= config.top_k:
+        raise ValueError(
+            f"{idx_name} must have shape ({num_tokens}, K) with K from 1 to top_k = "
+            f"{config.top_k}, got {tuple(topk_idx.shape)}"
+        )
+    if not topk_weights.dtype.is_floating_point:
+        raise TypeError(f"{weights_name} must be floating point, got {topk_weights.dtype}")
+    if topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            f"{weights_name} must have the shape of {idx_name}, {tuple(topk_idx.shape)}, got "
+            f"{tuple(topk_weights.shape)}"
+        )
+    bad = ((topk_idx < -1) | (topk_idx >= config.num_experts)).any(dim=1).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"{idx_name} must hold expert ids in [0, {config.num_experts}) or -1 for none, got "
+            f"{topk_idx[row].tolist()} in row {row}"
+        )
+    fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
+    return Call(x.detach(), topk_idx, topk_weights.detach().float(), path, fmt)
+
+
+def check_combine(
+    config: Config,
+    outs: Sequence[torch.Tensor],
+    handles: Sequence[Handle],
+    owners: Sequence[Any],
+) -> list[torch.Tensor]:
+    """Check all ranks' arguments to a combine; `owners` are the exchanges the handles must be of.
+
+    Raises:
+        TypeError, ValueError: see `LocalWorld.combine`.
+    """
+    _check_list(outs, "outs", config.topo.num_ranks)
+    _check_list(handles, "handles", config.topo.num_ranks)
+    for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handles[{rank}] must be a Handle, got {type(handle).__name__}")
+        if handle.owner is not owners[rank]:
+            raise ValueError(f"handles[{rank}] must come from this world's dispatch, at this rank")
+        if handle.call_number != handles[0].call_number:
+            raise ValueError(
+                f"handles must be of one dispatch, got dispatch {handle.call_number} at rank "
+                f"{rank} and {handles[0].call_number} at rank 0"
+            )
+        check_out(config, out, handle, name=f"outs[{rank}]")
+        _check_same("outs", "dtype", rank, out.dtype, outs[0].dtype)
+        _check_same("outs", "hidden size", rank, out.shape[1], outs[0].shape[1])
+    return [out.detach() for out in outs]
+
+
+def check_out(config: Config, out: torch.Tensor, handle: Handle, *, name: str) -> None:
+    """Check one rank's expert outputs."""
+    _check_matrix(out, name)
+    if out.dtype not in SUMMABLE:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {out.dtype}")
+    if out.shape[0] != handle.num_rows:
+        raise ValueError(
+            f"{name} must have a row for each of the {handle.num_rows} received, got {out.shape[0]}"
+        )
+    _check_payload(config, out.shape[1], out.dtype, name)
+
+
+def _check_list(values: Any, name: str, num_ranks: int) -> None:
+    if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list over ranks, got {type(values).__name__}")
+    if len(values) != num_ranks:
+        raise ValueError(f"{name} must have one entry per rank ({num_ranks}), got {len(values)}")
+
+
+def _check_matrix(value: Any, name: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dim() != 2:
+        raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(value.shape)}")
+    if value.device.type != "cpu":
+        raise ValueError(f"{name} must be on the world's device, cpu, got {value.device}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require gradients, which railwave does not compute yet: call it "
+            f"under torch.no_grad(), or pass {name}.detach()"
+        )
+
+
+def _check_payload(config: Config, hidden: int, dtype: torch.dtype, name: str) -> None:
+    payload_bytes = hidden * dtype.itemsize
+    if hidden < 1 or payload_bytes > config.payload_bytes:
+        raise ValueError(
+            f"{name} must have from 1 element to the declared {config.payload_bytes} bytes a row "
+            f"(hidden {config.hidden} x {config.dtype}), got {hidden} x {dtype} = {payload_bytes}"
+        )
+
+
+def _check_same(name: str, what: str, rank: int, value: Any, first: Any) -> None:
+    if value != first:
+        raise ValueError(
+            f"{name} must have one {what} on all ranks, got {first} at rank 0 and {value} at "
+            f"rank {rank}"
+        )

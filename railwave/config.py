@@ -1,0 +1,229 @@
+"""What a world is made for: sizes checked once, and every number that follows from them.
+
+Letters: N nodes, G GPUs a node, R rails, W = N * G ranks, E experts, K top-k, T tokens a rank.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from railwave._check import check_index, check_positive_int
+from railwave.heap import Layout
+from railwave.kernels.shape import Shape, make_format, pow2
+from railwave.topology import Topology
+
+PATHS = ("native", "rail", "permutation", "joint")
+BALANCED = ("rail", "joint")
+WAVES = ("permutation", "joint")
+
+DEFAULT_STAGING_RECORDS = 8192
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes: launcher arguments set by mode; results never depend on them."""
+
+    chunk: int  # records under one arrived word
+    block_m: int  # records or rows a tile
+    block_w: int  # 32-bit words a tile
+    block_h: int  # elements a tile
+    block_t: int  # tokens a step of count
+    block_n: int  # nodes a program of count and forward
+    match: int  # records a program of match
+    programs: int  # programs a peer
+
+    def clipped(self, staging_records: int, max_tokens: int) -> "Tiles":
+        """Return tiles no larger than what there is to move."""
+        return replace(
+            self,
+            chunk=min(self.chunk, pow2(staging_records)),
+            block_m=min(self.block_m, pow2(max_tokens)),
+            block_t=min(self.block_t, pow2(max_tokens)),
+        )
+
+
+# The interpreter pays per operation and per launch (0.1 ms, 1 ms): few, large tiles.
+INTERPRETED = Tiles(
+    chunk=64,
+    block_m=64,
+    block_w=1024,
+    block_h=1024,
+    block_t=128,
+    block_n=64,
+    match=1024,
+    programs=1,
+)
+COMPILED = Tiles(
+    chunk=16, block_m=8, block_w=512, block_h=512, block_t=64, block_n=1, match=256, programs=32
+)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step of a phase: some waves at once, and the slots they move."""
+
+    step: int  # from 1
+    wave: int  # the first; peers are nodes own + wave + i (sends) or own - wave - i (receives)
+    num_peers: int
+    first: int  # slots [first, first + records) of each slice
+    records: int
+    buffer: int  # in records: where the round's staging starts
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """Sizes of a world, as declared. See `LocalWorld` for what they mean."""
+
+    topo: Topology
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    expert_to_rank: Any = None  # after construction: a tuple of E ranks
+    staging_records: int | None = None  # after construction: an int
+    tiles: Tiles = INTERPRETED
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.topo, Topology):
+            raise TypeError(f"topo must be a railwave.Topology, got {type(self.topo).__name__}")
+        for name in ("num_experts", "top_k", "hidden", "max_tokens_per_rank"):
+            object.__setattr__(self, name, check_positive_int(getattr(self, name), name))
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        object.__setattr__(self, "expert_to_rank", self._checked_expert_to_rank())
+        entries = self.max_rows * self.topo.gpus_per_node
+        if entries >= 2**31:
+            raise ValueError(
+                "max_tokens_per_rank x ranks x gpus_per_node must be below 2**31 (a record's entry "
+                f"is an int32), got {self.max_tokens_per_rank} x {self.topo.num_ranks} x "
+                f"{self.topo.gpus_per_node} = {entries}"
+            )
+        if self.staging_records is None:
+            staging = max(1, min(self.proxy_records, DEFAULT_STAGING_RECORDS))
+        else:
+            staging = check_positive_int(self.staging_records, "staging_records")
+            staging = max(1, min(staging, self.proxy_records))
+        object.__setattr__(self, "staging_records", staging)
+        object.__setattr__(self, "tiles", self.tiles.clipped(staging, self.max_tokens_per_rank))
+
+    def _checked_expert_to_rank(self) -> tuple[int, ...]:
+        ranks, experts = self.topo.num_ranks, self.num_experts
+        if self.expert_to_rank is None:
+            return tuple(e * ranks // experts for e in range(experts))
+        given = self.expert_to_rank
+        try:
+            given = given.tolist() if isinstance(given, torch.Tensor) else list(given)
+        except TypeError:
+            raise TypeError(
+                f"expert_to_rank must be a sequence of {experts} ranks, got {given!r}"
+            ) from None
+        if len(given) != experts:
+            raise ValueError(
+                f"expert_to_rank must have one rank per expert ({experts}), got {len(given)}"
+            )
+        return tuple(check_index(r, ranks, f"expert_to_rank[{e}]") for e, r in enumerate(given))
+
+    @cached_property
+    def proxy_records(self) -> int:
+        """P: the most records one proxy carries of one slice."""
+        return self.topo.max_proxy_records(self.max_tokens_per_rank)
+
+    @cached_property
+    def max_rows(self) -> int:
+        """The most rows one rank can receive: every token of every rank."""
+        return self.topo.num_ranks * self.max_tokens_per_rank
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """The largest payload of a token, in bytes."""
+        return self.hidden * self.dtype.itemsize
+
+    @cached_property
+    def expert_order(self) -> list[int]:
+        """Expert ids sorted by (rank, id): a rank's local experts are a run of this list."""
+        return sorted(range(self.num_experts), key=lambda e: (self.expert_to_rank[e], e))
+
+    @cached_property
+    def experts_per_rank(self) -> list[int]:
+        """How many experts each rank has."""
+        counts = [0] * self.topo.num_ranks
+        for rank in self.expert_to_rank:
+            counts[rank] += 1
+        return counts
+
+    @cached_property
+    def rounds_per_wave(self) -> int:
+        """Rounds that a slice of P records takes through the staging."""
+        return max(1, -(-self.proxy_records // self.staging_records))
+
+    def rounds(self, path: str) -> list[Round]:
+        """List the rounds of a phase on `path`; every PE runs the same."""
+        N, P, staging = self.topo.nodes, self.proxy_records, self.staging_records
+        if N == 1:
+            return []
+        if path not in WAVES:
+            return [Round(step=1, wave=1, num_peers=N - 1, first=0, records=P, buffer=0)]
+        rounds = []
+        for wave in range(1, N):
+            for q in range(self.rounds_per_wave):
+                i = len(rounds)
+                rounds.append(Round(i + 1, wave, 1, q * staging, staging, i % 2 * staging))
+        return rounds
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The integers that kernels are compiled for."""
+        topo, tiles = self.topo, self.tiles
+        G, P = topo.gpus_per_node, self.proxy_records
+        node_experts = max(
+            sum(self.experts_per_rank[n * G : (n + 1) * G]) for n in range(topo.nodes)
+        )
+        chunks = -(-max(P, 1) // tiles.chunk)
+        return Shape(
+            N=topo.nodes,
+            G=G,
+            R=topo.rails_per_node,
+            E=self.num_experts,
+            T=self.max_tokens_per_rank,
+            N_P=pow2(topo.nodes),
+            G_P=pow2(G),
+            R_P=pow2(topo.rails_per_node),
+            RAIL_GPUS=topo.max_gpus_per_rail,
+            RAIL_GPUS_P=pow2(topo.max_gpus_per_rail),
+            NODE_EXPERTS=node_experts,
+            RANK_EXPERTS=max(self.experts_per_rank),
+            NOTIFY_WORDS=1 + topo.nodes + G + node_experts,
+            PROXY_RECORDS=P,
+            MAX_STEPS=(topo.nodes - 1) * self.rounds_per_wave + 2,
+            CHUNK=tiles.chunk,
+            CHUNKS=chunks,
+            CHUNKS_P=pow2(chunks),
+        )
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The regions of every PE's heap, in bytes."""
+        topo, S = self.topo, self.shape
+        W, G = topo.num_ranks, topo.gpus_per_node
+        widest = make_format(self.payload_bytes, self.top_k, G)
+        # Two buffers on wave paths; native and rail have all peers in flight at once.
+        staged = max(2 * self.staging_records, (topo.nodes - 1) * self.proxy_records)
+        staging = staged * widest.RECORD_WORDS * 4 if topo.nodes > 1 else 0
+        words = {
+            **dict.fromkeys(("notify", "grant"), W),
+            **dict.fromkeys(("packed", "drained", "delivered"), G),
+            **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),
+            "arrived": topo.nodes * S.CHUNKS,
+        }
+        return Layout.of(
+            {
+                **{name: num_words * 8 for name, num_words in words.items()},
+                "messages": 2 * W * S.NOTIFY_WORDS * 4,
+                "send": staging,
+                "recv": staging,
+                "rows": self.max_rows * widest.META * 4,
+            }
+        )

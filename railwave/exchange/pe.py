@@ -1,0 +1,207 @@
+"""What one PE has, and the pieces of a stage that dispatch and combine share.
+
+Letters: N nodes, G GPUs a node, R rails, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from railwave.config import Config, Round
+from railwave.heap import LocalHeap
+from railwave.kernels import load
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Words that must reach `mark` before the next stage: `word[index]` of the waiting PE."""
+
+    word: str  # the region of the words
+    index: slice | list[int]  # into the region
+    mark: int
+
+
+Stages = Generator[list[Wait], None, Any]
+
+
+class Observer(Protocol):
+    """What a phase may be watched by."""
+
+    def put(self, pe: int, peer: int, *, rail: int, wave: int, num_records: int) -> None: ...
+
+    def arrived(self, pe: int, peer: int, *, rail: int) -> None: ...
+
+
+class Exchange:
+    """One PE: its part of the heap, its tables and its kernels.
+
+    Args:
+        config: sizes.
+        heap: symmetric memory that reaches every PE.
+        pe: this PE's number.
+        device: where its tensors live; on a CPU the kernels are interpreted.
+        deadline_s: how long a wait may take, in seconds.
+    """
+
+    def __init__(
+        self, config: Config, heap: LocalHeap, pe: int, *, device: torch.device, deadline_s: float
+    ) -> None:
+        self.config, self.heap, self.pe, self.device = config, heap, pe, device
+        self.kernels = load(interpret=device.type == "cpu")
+        self.observer: Observer | None = None
+        self.epoch = 0  # the host's mirror of the device's counter, for Wait only
+        self.node, self.local = divmod(pe, config.topo.gpus_per_node)
+        self.rail = config.topo.rail_of_gpu[self.local]
+        wire = self.kernels.wire
+        self.state = torch.zeros(wire.STATE_WORDS, dtype=torch.int64, device=device)
+        self.state[wire.DEADLINE_NS.value] = int(deadline_s * 1e9)
+        self._make_tables()
+        S = config.shape
+        self.counts = self.ints(1 + S.N + S.N * S.G + S.E)
+        self.row_index = self.ints(S.T, S.N * S.G)
+        self.plan = self.kernels.quota.Plan.empty(S, device)
+        self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)
+
+    def _make_tables(self) -> None:
+        """Bring the expert map and the rails to the device."""
+        config, topo, S = self.config, self.config.topo, self.config.shape
+        starts = [0]
+        for num_experts in config.experts_per_rank:
+            starts.append(starts[-1] + num_experts)
+        position = {e: pos for pos, e in enumerate(config.expert_order)}
+        rails = [list(gpus) + [-1] * (S.RAIL_GPUS - len(gpus)) for gpus in topo.gpus_of_rail]
+        ints = {"dtype": torch.int32, "device": self.device}
+        self.expert_rank = torch.tensor(config.expert_to_rank, **ints)
+        self.expert_pos = torch.tensor([position[e] for e in range(config.num_experts)], **ints)
+        self.expert_start = torch.tensor(starts, **ints)
+        self.rail_of_gpu = torch.tensor(topo.rail_of_gpu, **ints)
+        self.rail_gpus = torch.tensor(rails, **ints)
+        self.rail_mates = self.rail_gpus[self.rail].clone()
+        self.eligible = topo.eligible_rails[self.node].to(**ints)
+
+    def ints(self, *size: int) -> torch.Tensor:
+        """Return a zeroed int32 tensor on the device."""
+        return torch.zeros(size, dtype=torch.int32, device=self.device)
+
+    def tiles(self) -> dict[str, Any]:
+        """Return the arguments that a launcher of tiles takes."""
+        tiles = self.config.tiles
+        return {
+            "shape": self.config.shape,
+            "programs": tiles.programs,
+            "block_m": tiles.block_m,
+        }
+
+    def round_args(self, this: Round) -> dict[str, int]:
+        """Return the arguments that a launcher of one round takes."""
+        return {
+            "me": self.pe,
+            "wave": this.wave,
+            "num_peers": this.num_peers,
+            "first": this.first,
+            "round_records": this.records,
+            "step": this.step,
+        }
+
+    def node_wait(self, word: str, step: int) -> Wait:
+        """Wait for a word of every PE of the node."""
+        return Wait(word, slice(None), self.mark(step))
+
+    def rail_wait(self, word: str, step: int) -> Wait:
+        """Wait for a word of the PE with the own local index at every node."""
+        return Wait(word, slice(self.local, None, self.config.topo.gpus_per_node), self.mark(step))
+
+    def mark(self, step: int) -> int:
+        """Return the value of this phase's words for a step."""
+        return self.epoch * self.config.shape.MAX_STEPS + step
+
+    def put_waits(
+        self, send_load: torch.Tensor, this: Round, *, packed: bool, grant: bool
+    ) -> list[Wait]:
+        """List what this PE's puts of a round wait for."""
+        waits = [self.node_wait("packed", this.step)] if packed else []
+        if grant:
+            G = self.config.topo.gpus_per_node
+            mates = self.config.topo.gpus_of_rail[self.rail]
+            waits += [
+                Wait("grant", [d * G + g for g in mates], self.mark(this.step))
+                for d, _ in self._peers(send_load, this, direction=1)
+            ]
+        return waits
+
+    def arrived_waits(self, recv_load: torch.Tensor, this: Round) -> list[Wait]:
+        """List the chunks of a round that this PE will receive."""
+        S, waits = self.config.shape, []
+        for s, num_records in self._peers(recv_load, this, direction=-1):
+            chunks = slice(s * S.CHUNKS, s * S.CHUNKS + -(-num_records // S.CHUNK))
+            waits.append(Wait("arrived", chunks, self.mark(this.step)))
+        return waits
+
+    def put(
+        self,
+        send_load: torch.Tensor,
+        this: Round,
+        *,
+        record_words: int,
+        wait_packed: bool,
+        wait_grant: bool,
+        tell_taken: bool,
+    ) -> None:
+        """Put this PE's records of a round on the wire."""
+        layout, G = self.heap.layout, self.config.topo.gpus_per_node
+        if self.observer:
+            for d, n in self._peers(send_load, this, direction=1):
+                peer = d * G + self.local
+                self.observer.put(self.pe, peer, rail=self.rail, wave=this.wave, num_records=n)
+        start = this.buffer * record_words * 4
+        self.kernels.wire.put(
+            *(self.heap.bases, self.state, self.put_words, send_load, self.rail_mates),
+            send_off=layout["send"] + start,
+            recv_off=layout["recv"] + start,
+            arrived_off=layout["arrived"],
+            grant_off=layout["grant"],
+            packed_off=layout["packed"],
+            taken_off=layout["taken"],
+            **self.round_args(this),
+            record_words=record_words,
+            wait_packed=wait_packed,
+            wait_grant=wait_grant,
+            tell_taken=tell_taken,
+            shape=self.config.shape,
+            programs=self.config.tiles.programs,
+            block_w=8 * self.config.tiles.block_w,
+        )
+
+    def tell(self, word: str, recv_load: torch.Tensor, *, grant_waves: int = 0) -> None:
+        """Set a word of the phase at the node's PEs; grant the first waves."""
+        layout = self.heap.layout
+        self.kernels.wire.tell(
+            *(self.heap.bases, self.state, recv_load, self.rail_mates),
+            me=self.pe,
+            word_off=layout[word],
+            grant_off=layout["grant"],
+            grant_waves=grant_waves,
+            shape=self.config.shape,
+        )
+
+    def saw_arrival(self, recv_load: torch.Tensor, this: Round) -> None:
+        """Tell the observer that all of a round has arrived here."""
+        if self.observer:
+            for s, _ in self._peers(recv_load, this, direction=-1):
+                peer = s * self.config.topo.gpus_per_node + self.local
+                self.observer.arrived(peer, self.pe, rail=self.rail)
+
+    def _peers(self, load: torch.Tensor, this: Round, *, direction: int) -> list[tuple[int, int]]:
+        """List (node, records) that this PE sends (direction 1) or receives (-1) in a round."""
+        N, records = self.config.topo.nodes, load[:, self.local].tolist()
+        peers = []
+        for i in range(this.num_peers):
+            node = (self.node + direction * (this.wave + i)) % N
+            in_round = min(records[node] - this.first, this.records)
+            if in_round > 0:
+                peers.append((node, in_round))
+        return peers

@@ -1,0 +1,27 @@
+"""Tensors of any dtype as 32-bit words, and back. T tokens, H hidden."""
+
+import torch
+
+
+def as_words(x: torch.Tensor) -> torch.Tensor:
+    """View (T, H) as 32-bit words: (T, ceil(H * item size / 4)) int32; a copy where it must be.
+
+    Example:
+        >>> as_words(torch.tensor([[1, 2, 3]], dtype=torch.int16)).tolist()
+        [[131073, 3]]
+    """
+    row_bytes = x.shape[1] * x.dtype.itemsize
+    aligned = x.stride(1) == 1 and x.stride(0) * x.dtype.itemsize % 4 == 0
+    if row_bytes % 4 == 0 and aligned and x.data_ptr() % 4 == 0:
+        return x.view(torch.int32)
+    words = torch.zeros(x.shape[0], -(-row_bytes // 4), dtype=torch.int32, device=x.device)
+    words.view(torch.uint8)[:, :row_bytes] = x.contiguous().view(torch.uint8)
+    return words
+
+
+def from_words(words: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Undo `as_words`: (T, hidden) of `dtype`, contiguous."""
+    row_bytes = hidden * dtype.itemsize
+    if row_bytes % 4 == 0:
+        return words.view(dtype)
+    return words.view(torch.uint8)[:, :row_bytes].contiguous().view(dtype)

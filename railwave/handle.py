@@ -1,0 +1,56 @@
+"""What a dispatch gives back: the rows, and how to return results for them.
+
+Letters: T tokens, H hidden, K top-k, N nodes, G GPUs a node, P the most records of a proxy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from railwave.kernels.shape import Format
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """One PE's memory of a dispatch, in tensors of its own: it outlives the staging.
+
+    Pass it to `combine`, once or several times, in any order with other handles.
+    """
+
+    path: str  # native, rail, permutation or joint; its combine follows the same path
+    num_tokens: int  # T of this rank's dispatch
+    num_rows: int  # rows that this rank received
+    record_token: torch.Tensor  # (N, T_max) int32, token of each record, per destination node
+    num_records: torch.Tensor  # (N,) int32, records to each node
+    proxy: torch.Tensor  # (N, T_max) int32, local GPU that sent each record
+    slot: torch.Tensor  # (N, T_max) int32, its place among what that GPU sent to the node
+    own_rows: torch.Tensor  # (T_max, ENTRIES) int32, entries of own-node record i: row * G + GPU
+    in_rows: torch.Tensor  # (N, P, ENTRIES) int32, entries of the records that arrived here
+    out_load: torch.Tensor  # (N, G) int32, records each PE of this node put to each node
+    in_load: torch.Tensor  # (N, G) int32, records each PE of each node put to this node
+    quota: torch.Tensor  # (N, R) int32, records of this node that each rail carried to each node
+    rail_records: torch.Tensor  # (N, R) int32, the same by the owners' rails
+    owner: object  # the exchange that made it
+    call_number: int  # the epoch of its dispatch
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """What one rank receives: a row per (token, rank), ordered by (source rank, token)."""
+
+    x: torch.Tensor  # (rows, H), dtype as dispatched; the caller's own
+    topk_idx: torch.Tensor  # (rows, K), dtype as dispatched; local expert ids, -1 elsewhere
+    topk_weights: torch.Tensor  # (rows, K) float32; 0 where topk_idx is -1
+    num_tokens_per_expert: torch.Tensor  # (local experts,) int32; a repeated id counts each time
+    handle: Handle
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's checked arguments to a dispatch."""
+
+    x: torch.Tensor  # (T, H)
+    topk_idx: torch.Tensor  # (T, K) int32 or int64
+    topk_weights: torch.Tensor  # (T, K) float32
+    path: str
+    fmt: Format

@@ -1,0 +1,179 @@
+"""All PEs of a world in one process: for notebooks, tests and the demo.
+
+Letters: N nodes, G GPUs a node, W = N * G ranks, E experts, K top-k, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from railwave.arguments import check_combine, check_dispatch
+from railwave.config import Config
+from railwave.exchange import Exchange, Stages, Wait, combine, dispatch
+from railwave.handle import Handle, Received
+from railwave.heap import LocalHeap
+from railwave.topology import Topology
+from railwave.traffic import Traffic, TrafficRecorder
+
+
+class LocalWorld:
+    """Run dispatch and combine of all W ranks in this process, on CPU tensors.
+
+    The kernels and the stages are those of one process per rank; here they take turns. Arguments
+    and results are lists over ranks.
+
+    Args:
+        topo: the cluster.
+        num_experts: E. Expert e lives on rank floor(e * W / E) unless `expert_to_rank` is given.
+        top_k: the most experts per token.
+        hidden: H. With `dtype`, it declares the largest token: a call may use another hidden size
+            and dtype as long as hidden * item size fits, and fewer experts per token.
+        max_tokens_per_rank: the most tokens one rank dispatches at once.
+        dtype: of the declared token.
+        expert_to_rank: (E,) ints in [0, W), the rank of each expert.
+        staging_records: records per staging buffer on wave paths; a longer slice takes several
+            rounds of its wave. Default: the longest slice, at most 8192.
+        order: which PE of those that can go on runs next; None goes round.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule above.
+
+    Attributes:
+        traffic: what the last phase put on the rails, counted in the run.
+
+    Example:
+        >>> topo = Topology(nodes=2, gpus_per_node=2, rails_per_node=2)
+        >>> world = LocalWorld(topo, num_experts=4, top_k=1, hidden=2, max_tokens_per_rank=1,
+        ...                    dtype=torch.float32)
+        >>> xs = [torch.full((1, 2), float(rank)) for rank in range(4)]
+        >>> to_expert_3 = [torch.tensor([[3]])] * 4
+        >>> received = world.dispatch(xs, to_expert_3, [torch.ones(1, 1)] * 4)
+        >>> [len(r.x) for r in received], received[3].x[:, 0].tolist()
+        ([0, 0, 0, 4], [0.0, 1.0, 2.0, 3.0])
+        >>> ys = world.combine([r.x * 10 for r in received], [r.handle for r in received])
+        >>> [y[0, 0].item() for y in ys]
+        [0.0, 10.0, 20.0, 30.0]
+    """
+
+    traffic: Traffic
+
+    def __init__(
+        self,
+        topo: Topology,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+        expert_to_rank: Any = None,
+        staging_records: int | None = None,
+        order: random.Random | None = None,
+    ) -> None:
+        self.config = Config(
+            topo=topo,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden=hidden,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            expert_to_rank=expert_to_rank,
+            staging_records=staging_records,
+        )
+        device = torch.device("cpu")
+        self.heap = LocalHeap(topo.num_ranks, self.config.layout, device=device)
+        self._order = order
+        self._exchanges = [
+            Exchange(self.config, self.heap, pe, device=device, deadline_s=300.0)
+            for pe in range(topo.num_ranks)
+        ]
+
+    def dispatch(
+        self,
+        xs: Sequence[torch.Tensor],
+        topk_idxs: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+        *,
+        path: str = "joint",
+    ) -> list[Received]:
+        """Send every token to the ranks of its experts.
+
+        Args:
+            xs: per rank, (T, H) tokens of one dtype; any strides, T may be 0 and differ.
+            topk_idxs: per rank, (T, K) int32 or int64 expert ids; -1 selects nothing, a repeated
+                id sends the token once.
+            topk_weights: per rank, (T, K) floating point; carried as float32.
+            path: native, rail, permutation or joint. All give the same bytes.
+
+        Returns:
+            Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token).
+
+        Raises:
+            TypeError, ValueError: an argument breaks a rule; nothing has moved then.
+        """
+        calls = check_dispatch(self.config, xs, topk_idxs, topk_weights, path)
+        return self._run(
+            [dispatch(pe, call) for pe, call in zip(self._exchanges, calls, strict=True)]
+        )
+
+    def combine(
+        self, outs: Sequence[torch.Tensor], handles: Sequence[Handle]
+    ) -> list[torch.Tensor]:
+        """Sum every token's rows at the rank that dispatched it, unweighted.
+
+        Rows of one node are added in fp32 and rounded once to their dtype for the wire (not the
+        owner's own node's); sums of nodes are added in fp32 and rounded once.
+
+        Args:
+            outs: per rank, (rows, H) results for the rows of its `Received`, in their order;
+                float32, bfloat16 or float16, H free within what was declared.
+            handles: per rank, the handle of that dispatch.
+
+        Returns:
+            Per rank, (T, H) of the same dtype; zero for a token without an expert.
+
+        Raises:
+            TypeError, ValueError: an argument breaks a rule; nothing has moved then.
+        """
+        outs = check_combine(self.config, outs, handles, self._exchanges)
+        pairs = zip(self._exchanges, outs, handles, strict=True)
+        return self._run([combine(pe, out, handle) for pe, out, handle in pairs])
+
+    def _run(self, stages: list[Stages]) -> list[Any]:
+        """Run all PEs' stages to their end, each when the words that it waits for are there."""
+        recorder = TrafficRecorder(self.config.topo)
+        results: list[Any] = [None] * len(stages)
+        waiting: dict[int, list[Wait]] = {pe: [] for pe in range(len(stages))}
+        for exchange in self._exchanges:
+            exchange.observer = recorder
+        while waiting:
+            ready = [pe for pe in waiting if self._ready(pe, waiting[pe])]
+            if not ready:
+                raise RuntimeError(f"railwave: no PE can go on; {self._missing(waiting)}")
+            for pe in [self._order.choice(ready)] if self._order else ready:
+                try:
+                    waiting[pe] = next(stages[pe])
+                except StopIteration as stop:
+                    results[pe] = stop.value
+                    del waiting[pe]
+        self.traffic = recorder.traffic([e.put_words for e in self._exchanges])
+        return results
+
+    def _ready(self, pe: int, waits: list[Wait]) -> bool:
+        return all(
+            bool((self.heap.region(pe, wait.word, torch.int64)[wait.index] >= wait.mark).all())
+            for wait in waits
+        )
+
+    def _missing(self, waiting: dict[int, list[Wait]]) -> str:
+        return "; ".join(
+            f"PE {pe} waits for {wait.word}[{wait.index}] >= {wait.mark}, has "
+            f"{self.heap.region(pe, wait.word, torch.int64)[wait.index].tolist()}"
+            for pe, waits in waiting.items()
+            for wait in waits
+            if not self._ready(pe, [wait])
+        )
