@@ -148,6 +148,8 @@ def _check_matrix(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(value.shape)}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}")
     if value.device.type != "cpu":
         raise ValueError(f"{name} must be on the world's device, cpu, got {value.device}")
     if value.requires_grad and torch.is_grad_enabled():

@@ -214,7 +214,7 @@ class Config:
         staging = staged * widest.RECORD_WORDS * 4 if topo.nodes > 1 else 0
         words = {
             **dict.fromkeys(("notify", "grant"), W),
-            **dict.fromkeys(("packed", "drained", "delivered"), G),
+            **dict.fromkeys(("packed", "delivered"), G),
             **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),
             "arrived": topo.nodes * S.CHUNKS,
         }

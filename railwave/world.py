@@ -19,6 +19,8 @@ from railwave.heap import LocalHeap
 from railwave.topology import Topology
 from railwave.traffic import Traffic, TrafficRecorder
 
+DEADLINE_S = 10.0  # no kernel waits here: its words are there before it is launched
+
 
 class LocalWorld:
     """Run dispatch and combine of all W ranks in this process, on CPU tensors.
@@ -88,7 +90,7 @@ class LocalWorld:
         self.heap = LocalHeap(topo.num_ranks, self.config.layout, device=device)
         self._order = order
         self._exchanges = [
-            Exchange(self.config, self.heap, pe, device=device, deadline_s=300.0)
+            Exchange(self.config, self.heap, pe, device=device, deadline_s=DEADLINE_S)
             for pe in range(topo.num_ranks)
         ]
 
@@ -160,6 +162,8 @@ class LocalWorld:
                 except StopIteration as stop:
                     results[pe] = stop.value
                     del waiting[pe]
+        for exchange in self._exchanges:
+            assert not exchange.failure(), f"a kernel waited in vain: {exchange.failure()}"
         self.traffic = recorder.traffic([e.put_words for e in self._exchanges])
         return results
 

@@ -96,19 +96,15 @@ def _reduce(sums: _Sums, this: Round) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.combine.reduce(
         *(pe.heap.bases, pe.state, handle.in_rows, handle.in_load),
-        me=pe.pe,
         rows_off=layout["rows"],
         row_bytes=sums.row_words * 4,
         send_off=layout["send"] + this.buffer * sums.row_words * 4,
-        wave=this.wave,
-        num_peers=this.num_peers,
-        first=this.first,
-        round_records=this.records,
         record_words=sums.row_words,
         hidden=sums.acc.shape[1],
         dtype=sums.dtype,
         wire_dtype=sums.dtype,
         block_h=pe.config.tiles.block_h,
+        **pe.round_args(this),
         **pe.tiles(),
     )
 
@@ -122,6 +118,7 @@ def _give_back(sums: _Sums, this: Round, after: Round | None) -> None:
         taken_off=layout["taken"],
         returned_off=layout["returned"],
         next_round=(after.wave, after.first) if after else None,
+        step=this.step,
         shape=pe.config.shape,
         **pe.round_args(this),
     )

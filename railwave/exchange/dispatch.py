@@ -56,7 +56,6 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
             tell_taken=False,
         )
         if after:
-            yield [pe.node_wait("drained", this.step - 1)] if this.step > 1 else []
             _pack(pe, call, handle, tokens, after)
         yield pe.arrived_waits(handle.in_load, this)
         _unpack(pe, call, handle, this, after)
@@ -117,7 +116,6 @@ def _pack(pe: Exchange, call: Call, handle: Handle, tokens: Any, this: Round) ->
         *(pe.heap.bases, pe.state, pe.counts, handle.record_token, handle.proxy, handle.slot),
         *(pe.row_index, tokens),
         send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
-        drained_off=layout["drained"],
         fmt=call.fmt,
         block_w=pe.config.tiles.block_w,
         **pe.round_args(this),
@@ -155,6 +153,7 @@ def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round 
         fmt=call.fmt,
         programs=pe.config.tiles.programs,
         block_w=pe.config.tiles.block_w,
+        step=this.step,
         **pe.round_args(this),
     )
     pe.saw_arrival(handle.in_load, this)

@@ -104,7 +104,6 @@ class Exchange:
             "num_peers": this.num_peers,
             "first": this.first,
             "round_records": this.records,
-            "step": this.step,
         }
 
     def node_wait(self, word: str, step: int) -> Wait:
@@ -166,6 +165,7 @@ class Exchange:
             grant_off=layout["grant"],
             packed_off=layout["packed"],
             taken_off=layout["taken"],
+            step=this.step,
             **self.round_args(this),
             record_words=record_words,
             wait_packed=wait_packed,
@@ -187,6 +187,14 @@ class Exchange:
             grant_waves=grant_waves,
             shape=self.config.shape,
         )
+
+    def failure(self) -> str:
+        """Say what the phase's first wait past its deadline waited for; "" if there was none."""
+        wire = self.kernels.wire
+        failed, word, peer, seen, expected = self.state[wire.FAILED.value :].tolist()
+        if not failed:
+            return ""
+        return f"PE {self.pe} saw {wire.WORDS[word]} of PE {peer} at {seen}, not {expected}"
 
     def saw_arrival(self, recv_load: torch.Tensor, this: Round) -> None:
         """Tell the observer that all of a round has arrived here."""

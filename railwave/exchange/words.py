@@ -10,9 +10,11 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
         >>> as_words(torch.tensor([[1, 2, 3]], dtype=torch.int16)).tolist()
         [[131073, 3]]
     """
-    row_bytes = x.shape[1] * x.dtype.itemsize
-    aligned = x.stride(1) == 1 and x.stride(0) * x.dtype.itemsize % 4 == 0
-    if row_bytes % 4 == 0 and aligned and x.data_ptr() % 4 == 0:
+    size = x.dtype.itemsize
+    row_bytes = x.shape[1] * size
+    # Where a row starts: its address, and its distance from the storage's start (for `view`).
+    starts = (x.data_ptr(), x.storage_offset() * size, x.stride(0) * size)
+    if x.stride(1) == 1 and all(n % 4 == 0 for n in (row_bytes, *starts)):
         return x.view(torch.int32)
     words = torch.zeros(x.shape[0], -(-row_bytes // 4), dtype=torch.int32, device=x.device)
     words.view(torch.uint8)[:, :row_bytes] = x.contiguous().view(torch.uint8)

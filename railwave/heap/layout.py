@@ -31,7 +31,7 @@ class Layout:
         Example:
             >>> layout = Layout.of({"a": 8, "b": 200})
             >>> layout.regions["b"].offset, layout.size
-            (256, 640)
+            (384, 768)
         """
         regions, offset = {}, ALIGNMENT
         for name, size in sizes.items():

@@ -17,7 +17,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cumsum, helper, i64, iota, jit, tile_sum
 from .shape import Format, Shape, pow2
-from .wire import DRAINED, FAILED, heaps_i32, mark, tell_node, wait_node
+from .wire import FAILED, heaps_i32, mark, tell_node
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,19 @@ def _pack_kernel(
     stride_weights_k,
     me,
     send_off,
-    drained_off,
     wave,
     first,
-    step,
     S: tl.constexpr,
     F: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
-    TELL_DRAINED: tl.constexpr,
-    WAIT_DRAINED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Write this owner's records for node d whose slots lie in the round to their proxies.
+
+    Nothing to wait for: round i overwrites what the proxies put in round i - 2; this PE's put of
+    round i - 1 came before, and waited for packed(i - 1) of its node-mates, which each of them
+    said after its put of round i - 2 had ended.
 
     Example: ROUND_RECORDS 2, first 2: of slots 0, 1, 2, 3 of a proxy the last two go to its
     places 0 and 1.
@@ -136,13 +136,7 @@ def _pack_kernel(
     peer: int = i64(tl.program_id(1))
     d: int = (node + i64(wave) + peer) % S.N
     first: int = i64(first)
-    value: int = mark(state_ptr, i64(step), S)
-    if TELL_DRAINED:
-        if i64(tl.program_id(0) + tl.program_id(1)) == 0:
-            tell_node(bases_ptr, state_ptr, me, drained_off, value - 1, S)
     n: int = i64(tl.load(counts_ptr + 1 + d)) * (1 - i64(tl.load(state_ptr + FAILED)))
-    if WAIT_DRAINED:
-        n: int = n * wait_node(bases_ptr, state_ptr, me, drained_off, value - 2, DRAINED, S)
 
     buffer_off: int = send_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
     for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
@@ -239,12 +233,10 @@ def pack(
     *,
     me: int,
     send_off: int,
-    drained_off: int,
     wave: int,
     num_peers: int,
     first: int,
     round_records: int,
-    step: int,
     shape: Shape,
     fmt: Format,
     programs: int,
@@ -259,21 +251,16 @@ def pack(
         tokens: the rank's input.
         me: this PE.
         send_off: byte offset of the round's send buffer; one buffer of round_records a peer.
-        drained_off: byte offset of the words drained[local GPU].
         wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
         first, round_records: slots [first, first + round_records) are this round's.
-        step: the round's number in its phase, from 1. Says drained(step - 1) first, and waits for
-            drained(step - 2), when there are such.
         programs, block_m, block_w: programs a peer, records and words a tile.
     """
     _pack_kernel[(programs, num_peers)](
         *(bases, state, counts, record_token, proxy, slot, row_index, *tokens.kernel_args()),
-        *(me, send_off, drained_off, wave, first, step),
+        *(me, send_off, wave, first),
         S=shape,
         F=fmt,
         ROUND_RECORDS=round_records,
-        TELL_DRAINED=step > 1,
-        WAIT_DRAINED=step > 2,
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),
     )

@@ -37,19 +37,18 @@ STATE_WORDS = 8
 
 # The words, by what they say; an error record holds the position in this tuple.
 WORDS = (
-    *("notify", "packed", "drained", "grant", "arrived", "delivered"),
+    *("notify", "packed", "grant", "arrived", "delivered"),
     *("rows_in", "returned", "taken", "rows_read"),
 )
 NOTIFY = tl.constexpr(0)
 PACKED = tl.constexpr(1)
-DRAINED = tl.constexpr(2)
-GRANT = tl.constexpr(3)
-ARRIVED = tl.constexpr(4)
-DELIVERED = tl.constexpr(5)
-ROWS_IN = tl.constexpr(6)
-RETURNED = tl.constexpr(7)
-TAKEN = tl.constexpr(8)
-ROWS_READ = tl.constexpr(9)
+GRANT = tl.constexpr(2)
+ARRIVED = tl.constexpr(3)
+DELIVERED = tl.constexpr(4)
+ROWS_IN = tl.constexpr(5)
+RETURNED = tl.constexpr(6)
+TAKEN = tl.constexpr(7)
+ROWS_READ = tl.constexpr(8)
 
 
 @helper
