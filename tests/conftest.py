@@ -1,0 +1,27 @@
+"""What every test starts from: one thread, a seed of its own, Hypothesis without a clock."""
+
+import os
+import zlib
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("railwave", deadline=None, max_examples=60)
+settings.register_profile("ci", settings.get_profile("railwave"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "railwave")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def poison_empty():
+    """Make torch.empty give NaN or the largest int, so that reading it shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,99 @@
+"""Whole worlds: who puts what to whom and when, in any order of ready PEs, and a report if stuck.
+
+Results, quotas, bytes and windows are checked by each run: see worlds.py.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from railwave.config import WAVES
+from worlds import LastFirst, combine, dispatch, make_batch, make_outs, make_world, run
+
+pytestmark = pytest.mark.usefixtures("poison_empty")
+
+
+def all_pairs(world, T):
+    """Make a batch in which every rank sends all its tokens to every node."""
+    topo, E = world.config.topo, world.config.num_experts
+    topk = torch.arange(topo.nodes) * E // topo.nodes
+    return make_batch(world, T, topk=topk.expand(T, -1))
+
+
+def test_windows_are_the_permutations_of_eq_10():
+    world = make_world(4, 1, 1, top_k=4)
+    dispatch(all_pairs(world, 2), "joint")
+    shifts = [{(d - s) % 4 for s, d in window} for window in world.traffic.windows]
+    assert shifts == [{1}, {2}, {3}]
+    assert [len(window) for window in world.traffic.windows] == [4, 4, 4]
+
+
+def test_native_has_incast_and_joint_has_none():
+    world = make_world(3, 1, 1)
+    batch = all_pairs(world, 2)
+    for path, fan_in in (("native", 2), ("joint", 1)):
+        handles = dispatch(batch, path)
+        assert world.traffic.max_fan_in == fan_in
+        combine(batch, handles, make_outs(batch))
+        assert world.traffic.max_fan_in == fan_in
+
+
+@pytest.mark.parametrize("path", WAVES)
+@pytest.mark.parametrize("order", [random.Random(1), LastFirst()], ids=["random", "last"])
+def test_one_sender_a_rail_in_any_order(path, order):
+    """Three nodes, two GPUs on one rail, two rounds a slice."""
+    world = make_world(3, 2, 1, staging_records=2, order=order)
+    run(make_batch(world, [4, 0, 4, 3, 1, 4]), path)
+
+
+class OneSlow(random.Random):
+    """Let PE `slow` run only when no other can."""
+
+    slow = 0
+
+    def choice(self, ready):
+        return next((pe for pe in ready if pe != self.slow), self.slow)
+
+
+def test_one_slow_rank():
+    """Rail 0 carries nothing: nobody waits for payload of an owner on it, and it may fall behind.
+
+    Its mate carries its records, one a round, so that both buffers are used again and again.
+    """
+    eligible = torch.tensor([False, True]).expand(2, 2, 2)
+    order = OneSlow()
+    world = make_world(
+        2, 2, 2, eligible=eligible, staging_records=1, max_tokens_per_rank=3, order=order
+    )
+    for order.slow in (0, 1):
+        batch = make_batch(world, [3, 0, 3, 0], topk=torch.tensor([[0, 4, 7]] * 3))
+        run(batch, "joint")
+
+
+def test_put_bytes_by_hand():
+    """One token of rank 0 to both GPUs of node 1 is one record: 16 + 4 + 4 + 4 words."""
+    world = make_world(2, 2, 2, hidden=32, num_experts=4)
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    ids = [torch.tensor([[2, 3, 2]]), none, none, none]
+    xs = [torch.ones(len(i), 32, dtype=torch.bfloat16) for i in ids]
+    received = world.dispatch(xs, ids, [i.float() for i in ids], path="native")
+    assert world.traffic.put_bytes.tolist() == [[[0, 0], [28 * 4, 0]], [[0, 0], [0, 0]]]
+    assert world.traffic.rail_bytes().tolist() == [[112, 0], [0, 0]]
+    ys = world.combine([r.x for r in received], [r.handle for r in received])
+    assert world.traffic.put_bytes.tolist() == [[[0, 0], [0, 0]], [[64, 0], [0, 0]]]
+    assert (ys[0] == 2).all()
+
+
+def test_missing_word_is_named():
+    """PE 1 never says that it has delivered: its node-mate and it wait for that word."""
+    world = make_world(2, 2, 2)
+    exchange = world._exchanges[1]
+    wire = SimpleNamespace(**{**vars(exchange.kernels.wire), "tell": lambda *args, **kwargs: None})
+    exchange.kernels = SimpleNamespace(**{**vars(exchange.kernels), "wire": wire})
+    batch = make_batch(world, 4)
+    with pytest.raises(
+        RuntimeError, match=r"no PE can go on; PE 0 waits for delivered.*PE 1 waits"
+    ):
+        world.dispatch(*batch.arguments)
