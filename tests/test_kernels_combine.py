@@ -24,8 +24,10 @@ from heaps import (
 )
 from railwave.kernels.shape import padded
 
-# numpy warns where the interpreter turns a large float32 into an infinite float16.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+# numpy warns where the interpreter makes an infinite float16 or adds infinities of both signs.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)
 
 combine = KERNELS.combine
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,8 +63,8 @@ def row_bytes_of(hidden, dtype):
 
 
 def values(*shape, dtype):
-    """Return sums' worst company: 16 binades, signed zeros, infinities, NaN, huge and tiny."""
-    x = torch.randn(shape) * 2.0 ** torch.randint(-8, 8, shape)
+    """Return sums' worst company: 28 binades, signed zeros, infinities, NaN, huge and tiny."""
+    x = torch.randn(shape) * 2.0 ** torch.randint(-14, 14, shape)
     special = torch.tensor(
         [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, 65504.0, 6e-8, 1e-40]
     )
@@ -150,6 +152,39 @@ def test_own(cluster, num_records, data):
     combine.own_ref(want, rows, *records[:2], own_rows, me=me, shape=S)
     memory.check()
     assert same_sums(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "total"),
+    [([2.0**24, 1, -(2.0**24)], 0), ([-(2.0**24), 2.0**24, 1], 1), ([-0.0, -0.0, -0.0], 0.0)],
+)
+def test_rows_are_added_by_ascending_gpu_from_plus_zero(rows, total):
+    """2**24 + 1 is 2**24 in float32, so any other order gives another sum; -0.0 + 0.0 is 0.0."""
+    config = make_config(2, 3, 3, hidden=1, dtype=torch.float32)
+    memory, S = Memory(config), config.shape
+    for pe, value in enumerate(rows):
+        rows_of(memory, pe, 1, torch.float32)[0] = value
+    memory.words(0, "rows_in")[:] = mark(config, 1)
+    memory.start()
+    entries = torch.arange(3).int()
+    sizes = {"me": 0, "rows_off": memory.off("rows"), "row_bytes": 16, "dtype": torch.float32}
+    sizes |= {"shape": S, "programs": 1, "block_m": 1, "block_h": 1}
+    acc = pattern(1, 1, dtype=torch.float32)
+    combine.own(
+        *(acc, memory.bases, memory.state(), torch.tensor([1, 0]).int(), torch.zeros(2, 4).int()),
+        entries.expand(4, 3).contiguous(),
+        **{"rows_in_off": memory.off("rows_in"), **sizes},
+    )
+    want = torch.tensor([[total]], dtype=torch.float32)
+    assert same_bytes(acc, want)
+    combine.reduce(
+        *(memory.bases, memory.state(), entries.expand(2, S.PROXY_RECORDS, 3).contiguous()),
+        torch.tensor([[0, 0, 0], [1, 0, 0]]).int(),
+        **{"send_off": memory.off("send"), "wave": 1, "num_peers": 1, "first": 0, "hidden": 1},
+        **{"round_records": 4, "record_words": 4, "wire_dtype": torch.float32, **sizes},
+    )
+    memory.view(0, "send", 1, dtype=torch.float32)[:] = total
+    memory.check()
 
 
 def same_sums(a, b):
