@@ -146,7 +146,7 @@ def failure(state):
     """Return the error record (word, PE, seen, expected), or None."""
     if not state[WIRE.FAILED.value]:
         return None
-    word, pe, seen, expected = state[WIRE.FAILED_WORD.value :].tolist()
+    word, pe, seen, expected = state[WIRE.FAILED_WORD.value : WIRE.CLOCK_NS.value].tolist()
     return WIRE.WORDS[word], pe, seen, expected
 
 

@@ -80,7 +80,7 @@ def as_launch(kernel, args):
         elif isinstance(value, torch.Tensor):
             signature.append((name, mangle_type(value)))
         else:
-            signature.append((name, "i64" if name.endswith("_off") else "i32"))
+            signature.append((name, "i64"))
     op = kernel.fn.__module__.split(".")[-1]
     return Launch(op, kernel.__name__, tuple(signature), tuple(constants))
 

@@ -78,7 +78,7 @@ def test_count(world):
     KERNELS.count.count(
         *(torch.tensor([[0, 7], [7, 6]]), tables.expert_rank, tables.expert_pos),
         *(counts, record_token, torch.empty(2, 4).int(), make_state()),
-        **{"status": 0, "shape": world.shape, "block_t": 2, "block_n": 4},
+        **{"status": 0, "shape": world.shape, "block_t": 2, "block_n": 4, "block_e": 8},
     )
     assert counts[1:5].tolist() == [1, 0, 0, 2]
     assert record_token[3, :2].tolist() == [0, 1]

@@ -24,7 +24,7 @@ from heaps import (
 from railwave.sched import match_ref
 
 count, notify, quota, match = KERNELS.count, KERNELS.notify, KERNELS.quota, KERNELS.match
-Plan = quota.Plan
+PlanTables = quota.PlanTables
 
 shifts = st.sampled_from([0, FAR])
 powers = st.sampled_from([1, 2, 4, 16, 64])
@@ -33,7 +33,7 @@ powers = st.sampled_from([1, 2, 4, 16, 64])
 # count
 
 
-def run_count(config, topk_idx, *, block_t=4, block_n=2, status=0):
+def run_count(config, topk_idx, *, block_t=4, block_n=2, block_e=16, status=0):
     """Run `count` on poisoned outputs and check it; return counts, record_token, row_index."""
     S, tables = config.shape, config.tables
     counts = pattern(1 + S.N + S.N * S.G + S.E)
@@ -46,6 +46,7 @@ def run_count(config, topk_idx, *, block_t=4, block_n=2, status=0):
         shape=S,
         block_t=block_t,
         block_n=block_n,
+        block_e=block_e,
     )
     want, maps = count.count_ref(topk_idx, tables.expert_rank, tables.expert_pos, shape=S)
     want[0] = status
@@ -81,9 +82,9 @@ def routings(draw):
     return config, topk_idx
 
 
-@given(routings(), powers, powers)
-def test_count(case, block_t, block_n):
-    run_count(*case, block_t=block_t, block_n=block_n)
+@given(routings(), powers, powers, powers)
+def test_count(case, block_t, block_n, block_e):
+    run_count(*case, block_t=block_t, block_n=block_n, block_e=block_e)
 
 
 def test_count_example():
@@ -199,7 +200,7 @@ class Slices:
     def plan(self, *, balanced, local=0):
         """Run `quota` on poisoned tables."""
         S, tables = self.config.shape, self.config.tables
-        out = Plan.empty(S, torch.device("cpu"))
+        out = PlanTables.empty(S, torch.device("cpu"))
         for table in vars(out).values():
             table.fill_(PATTERN)
         quota.quota(
@@ -259,7 +260,7 @@ def check_slice(slices, i, plan, quotas):
     assert plan.quota[i].tolist() == quotas.tolist()
     deficit = (quotas - have).clamp(min=0)
     assert plan.deficit_start[i].tolist() == (deficit.cumsum(0) - deficit).tolist()
-    want = match.match_ref(own, rail_of_gpu, quotas)
+    want = match.assign_ref(own, rail_of_gpu, quotas)
     stays = [sum(proxy == g for proxy in want.proxy[g]) for g in range(len(own))]
     puts = [sum(row.count(g) for row in want.proxy) for g in range(len(own))]
     assert plan.kept[i].tolist() == stays
@@ -369,7 +370,7 @@ def test_a_missing_message_leaves_zeros_in_the_plan():
     slices = Slices(config, torch.randint(1, 5, (6, 2)), node=1)
     memory, state, S = slices.memory, slices.state, config.shape
     memory.got.region(2, "notify", torch.int64)[4] -= 1
-    out, tables = Plan.empty(S, torch.device("cpu")), config.tables
+    out, tables = PlanTables.empty(S, torch.device("cpu")), config.tables
     for table in vars(out).values():
         table.fill_(PATTERN)
     where = {"me": 2, "notify_off": memory.off("messages"), "shape": S}
@@ -392,7 +393,7 @@ def run_arrivals(config, messages, me, *, shift=0):
     memory, S = Memory(config, shift=shift), config.shape
     memory.view(me, "messages", 2, S.N * S.G, S.NOTIFY_WORDS)[0] = messages
     memory.start()
-    got, want = (Plan.empty(S, torch.device("cpu")) for _ in range(2))
+    got, want = (PlanTables.empty(S, torch.device("cpu")) for _ in range(2))
     for plan in (got, want):
         for table in vars(plan).values():
             table.fill_(PATTERN)

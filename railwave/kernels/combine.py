@@ -25,6 +25,7 @@ from .wire import (
     ROWS_IN,
     ROWS_READ,
     TAKEN,
+    alive,
     grant,
     mark,
     records_in_round,
@@ -151,8 +152,7 @@ def _own_kernel(
     node: int = me // S.G
     ok: int = wait_node(bases_ptr, state_ptr, me, rows_in_off, mark(state_ptr, 1, S), ROWS_IN, S)
     n: int = i64(tl.load(own_records_ptr + node)) * ok
-    pid = tl.program_id(0)
-    for i in range(pid * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
         record = i + iota(BLOCK_M)
         mask_i = record < n
         t = tl.load(record_token_ptr + node * S.T + record, mask=mask_i, other=0).to(tl.int64)
@@ -199,7 +199,7 @@ def _reduce_kernel(
     s: int = (node + i64(wave) + peer) % S.N
     first: int = i64(first)
     n: int = records_in_round(in_load_ptr, s * S.G + local, first, ROUND_RECORDS)
-    n: int = n * (1 - i64(tl.load(state_ptr + FAILED)))
+    n: int = n * alive(state_ptr)
     dst = tl.load(bases_ptr + me) + send_off
     dst += peer * (ROUND_RECORDS * RECORD_WORDS * 4)
     rows_ptr = in_rows_ptr + (s * S.PROXY_RECORDS + first) * ENTRIES
@@ -219,7 +219,7 @@ def _reduce_kernel(
 
 
 @jit
-def _return_kernel(
+def _give_back_kernel(
     bases_ptr,
     state_ptr,
     recv_load_ptr,
@@ -247,7 +247,7 @@ def _return_kernel(
     first: int = i64(first)
     value: int = mark(state_ptr, i64(step), S)
     for i in range(0, i64(num_peers)):
-        d: int = (node + 2 * S.N - i64(wave) - i) % S.N
+        d: int = (node + S.N - i64(wave) - i) % S.N
         n: int = records_in_round(recv_load_ptr, d * S.G + local, first, ROUND_RECORDS)
         wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, d, 0, cdiv(n, S.CHUNK), S)
     if WAIT_TAKEN:
@@ -477,7 +477,7 @@ def give_back(
     Args: as `unpack`; waits for taken(step - 1) too, from the second round on.
     """
     next_wave, next_first = next_round or (0, 0)
-    _return_kernel[(1,)](
+    _give_back_kernel[(1,)](
         *(bases, state, recv_load, rail_mates),
         *(me, arrived_off, grant_off, taken_off, returned_off),
         *(wave, num_peers, first, step, next_wave, next_first),
@@ -553,7 +553,7 @@ def final(
         *(y, acc, bases, state, me, rows_read_off, y.numel()),
         S=shape,
         DTYPE=DTYPES[y.dtype],
-        BLOCK=min(block, pow2(y.numel())),
+        BLOCK=min(block, pow2(shape.T * y.shape[1])),
     )
 
 

@@ -121,6 +121,7 @@ def count(
     shape: Shape,
     block_t: int,
     block_n: int,
+    block_e: int,
 ) -> None:
     """Advance the epoch; number the records and rows of one rank.
 
@@ -135,12 +136,12 @@ def count(
         state: (STATE_WORDS,) int64 of this PE; its epoch and notify number advance.
         status: 0, or what is wrong with this rank's arguments.
         block_t: tokens per step, a power of two; results do not depend on it.
-        block_n: nodes per program, a power of two; results do not depend on it.
+        block_n, block_e: nodes, experts per program, powers of two; results do not depend on them.
     """
     S = shape
     k = topk_idx.shape[1]
     node_blocks = -(-S.N // block_n)
-    block_e = pow2(S.E) if block_n > 1 else 16
+    block_e = min(block_e, pow2(S.E))
     grid = (node_blocks + -(-S.E // block_e),)
     _count_kernel[grid](
         *(counts, record_token, row_index),

@@ -23,8 +23,8 @@ INTERPRET = __name__.endswith(".interpreted.lang")
 def jit(fn):
     """Decorate a kernel for this module's mode; arguments that are not `*_ptr` are scalars.
 
-    Compiled, a scalar's value never makes another variant of the kernel (Triton would turn a 1
-    into a constant and recompile).
+    Compiled, a scalar is an int64 whose value makes no variant of the kernel (Triton would turn a 1
+    into a constant, take 2**31 for another type, and recompile while peers wait).
 
     The kernel's module must have both `triton.language` and `triton.language.core` among its
     globals: the interpreter restores exactly the modules that it finds there.
@@ -38,6 +38,7 @@ def jit(fn):
         kernel.rewrite().__annotations__.update(dict.fromkeys(scalars, tl.constexpr))
         return kernel
     runtime = [name for name in scalars if fn.__annotations__.get(name) is not tl.constexpr]
+    fn.__annotations__.update(dict.fromkeys(runtime, tl.int64))
     return triton.jit(fn, do_not_specialize=runtime)
 
 

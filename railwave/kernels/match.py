@@ -6,7 +6,7 @@ whose deficit interval holds u:
 
     rail = number of rails r with deficit_start[r] + deficit[r] <= u
     GPU  = the rail's GPU number (u - deficit_start[rail]) mod n,  n GPUs on that rail
-    slot = that GPU's own records + (u - deficit_start[rail]) div n
+    slot = the records that GPU keeps + (u - deficit_start[rail]) div n
 
 Letters: N nodes, G GPUs a node, R rails, T tokens a rank, d destination node.
 """
@@ -15,10 +15,10 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from railwave.sched import assign_ref
+from railwave.sched import assign_ref as assign_ref  # the reference of `match`
 
 from .lang import i64, iota, jit, tile_sum
-from .quota import Plan
+from .quota import PlanTables
 from .shape import Shape
 
 
@@ -81,7 +81,7 @@ def _match_kernel(
 
 def match(
     counts: torch.Tensor,
-    plan: Plan,
+    plan: PlanTables,
     rail_gpus: torch.Tensor,
     proxy: torch.Tensor,
     slot: torch.Tensor,
@@ -110,6 +110,3 @@ def match(
         S=S,
         BLOCK=block,
     )
-
-
-match_ref = assign_ref

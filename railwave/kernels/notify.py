@@ -21,10 +21,10 @@ from .shape import Shape, pow2
 from .wire import (
     NOTIFIES,
     NOTIFY,
+    heap_i32,
     heap_i64,
-    heaps_i32,
-    heaps_i64,
     mark,
+    send,
     signal,
     wait_all,
 )
@@ -72,9 +72,8 @@ def _notify_kernel(
     known = mask & ((c < 1 + S.N + S.G)[None, :] | (expert < end_expert[:, None]))
     words = tl.load(counts_ptr + src, mask=known, other=0)
     row_off: int = area(state_ptr, notify_off, S) + me * (S.NOTIFY_WORDS * 4)
-    ptrs = heaps_i32(bases_ptr, pe, row_off, mask_i)[:, None] + c[None, :]
-    tl.store(ptrs, words, mask=mask)
-    signal(heaps_i64(bases_ptr, pe, word_off + me * 8, mask_i), mark(state_ptr, 0, S), mask_i)
+    value: int = mark(state_ptr, 0, S)
+    send(bases_ptr, pe, row_off, words, mask, word_off + me * 8, value, mask_i)
 
 
 @jit
@@ -104,9 +103,7 @@ def _forward_kernel(
     mask_g = (g < S.G * ok) & (g != local)
     mask = mask_s[:, None] & (c < S.NOTIFY_WORDS)[None, :]
     row_off = area(state_ptr, notify_off, S) + src * (S.NOTIFY_WORDS * 4)
-    src_ptrs = (tl.load(bases_ptr + me) + row_off).to(tl.pointer_type(tl.int32))[:, None] + c[
-        None, :
-    ]
+    src_ptrs = heap_i32(bases_ptr, me, row_off)[:, None] + c[None, :]
     words = tl.load(src_ptrs, mask=mask, other=0)
     bases = tl.load(bases_ptr + node * S.G + g, mask=mask_g, other=0)
     address = bases[None, :] + row_off[:, None]

@@ -17,7 +17,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cumsum, helper, i64, iota, jit, tile_sum
 from .shape import Format, Shape, pow2
-from .wire import FAILED, heaps_i32, mark, tell_node
+from .wire import alive, heaps_i32, mark, tell_node
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _pack_kernel(
     peer: int = i64(tl.program_id(1))
     d: int = (node + i64(wave) + peer) % S.N
     first: int = i64(first)
-    n: int = i64(tl.load(counts_ptr + 1 + d)) * (1 - i64(tl.load(state_ptr + FAILED)))
+    n: int = i64(tl.load(counts_ptr + 1 + d)) * alive(state_ptr)
 
     buffer_off: int = send_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
     for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
@@ -190,7 +190,7 @@ def _local_kernel(
     if TELL_PACKED:
         if i64(tl.program_id(0)) == 0:
             tell_node(bases_ptr, state_ptr, me, packed_off, mark(state_ptr, 1, S), S)
-    n: int = i64(tl.load(counts_ptr + 1 + node)) * (1 - i64(tl.load(state_ptr + FAILED)))
+    n: int = i64(tl.load(counts_ptr + 1 + node)) * alive(state_ptr)
     for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
         record = i + iota(BLOCK_M)
         mask_i = record < n

@@ -28,11 +28,11 @@ from railwave.sched import quota_ref as quota_ref
 from .lang import cumsum, i64, iota, jit, tile_sum
 from .notify import area
 from .shape import Shape, pow2
-from .wire import FAILED, NOTIFY, heap_i32, heap_i64, mark, wait_all
+from .wire import NOTIFY, alive, heap_i32, heap_i64, mark, wait_all
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanTables:
     """What the plan kernels write: int32 tensors, slices numbered as above."""
 
     quota: torch.Tensor  # (2N, R) records each rail carries
@@ -46,7 +46,7 @@ class Plan:
     status: torch.Tensor  # (W,) status of every rank's arguments
 
     @classmethod
-    def empty(cls, shape: Shape, device: torch.device) -> "Plan":
+    def empty(cls, shape: Shape, device: torch.device) -> "PlanTables":
         """Allocate the tables of one PE."""
         S = shape
         sizes = {
@@ -84,7 +84,7 @@ def _quota_kernel(
 ):
     """Wait for every rank's message; write the quotas, kept records and loads of 2N slices.
 
-    Zeros where a message is missing: what never came must not become an index.
+    All zeros if any message is missing: what never came must not become an index.
 
     Example: one slice (0, 1) on 3 rails of one GPU each, C = [5, 0, 1]: B = 6, Q = [2, 2, 2],
     kept [2, 0, 1], 3 surplus records on rail 0, deficits 0, 2, 1, load [2, 2, 2].
@@ -196,7 +196,7 @@ def _arrivals_kernel(
     messages_ptr = heap_i32(bases_ptr, me, area(state_ptr, notify_off, S))
     w = iota(W_P)
     store_w = w < S.N * S.G
-    mask_w = w < S.N * S.G * (1 - i64(tl.load(state_ptr + FAILED)))
+    mask_w = w < S.N * S.G * alive(state_ptr)
     status = tl.load(messages_ptr + w * S.NOTIFY_WORDS, mask=mask_w, other=0)
     tl.store(status_ptr + w, status, mask=store_w)
     g = iota(S.G_P)
@@ -226,7 +226,7 @@ def quota(
     rail_of_gpu: torch.Tensor,
     rail_gpus: torch.Tensor,
     eligible: torch.Tensor,
-    out: Plan,
+    out: PlanTables,
     *,
     me: int,
     notify_off: int,
@@ -264,7 +264,7 @@ def arrivals(
     bases: torch.Tensor,
     state: torch.Tensor,
     expert_start: torch.Tensor,
-    out: Plan,
+    out: PlanTables,
     *,
     me: int,
     notify_off: int,
@@ -283,7 +283,7 @@ def arrivals(
 
 
 def arrivals_ref(
-    messages: torch.Tensor, expert_start: torch.Tensor, out: Plan, *, me: int, shape: Shape
+    messages: torch.Tensor, expert_start: torch.Tensor, out: PlanTables, *, me: int, shape: Shape
 ) -> None:
     """Do what `arrivals` does, from messages (W, NOTIFY_WORDS) int32 of this node's area."""
     S = shape

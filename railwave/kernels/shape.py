@@ -17,7 +17,6 @@ class Shape:
     R: int
     E: int
     T: int  # the most tokens a rank may dispatch
-    N_P: int
     G_P: int
     R_P: int
     RAIL_GPUS: int  # the most GPUs of one rail

@@ -16,7 +16,7 @@ from .lang import cdiv, helper, i64, iota, jit
 from .shape import Format, Shape, pow2
 from .wire import (
     DELIVERED,
-    FAILED,
+    alive,
     grant,
     heap_i32,
     heaps_i32,
@@ -95,7 +95,7 @@ def _unpack_kernel(
     for c in range(i64(tl.program_id(0)), num_chunks, i64(tl.num_programs(0))):
         if i64(tl.program_id(0)) > 0:
             wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, s, c, 1, S)
-        ok: int = 1 - i64(tl.load(state_ptr + FAILED))
+        ok: int = alive(state_ptr)
         j = iota(S.CHUNK * F.ENTRIES_P)
         record = c * S.CHUNK + j // F.ENTRIES_P
         e = j % F.ENTRIES_P
@@ -202,6 +202,7 @@ def unpack(
         next_round: (wave, first slot) of the round to grant, None after the last.
         programs, block_w: programs a peer, words a tile; a tile is one chunk of records.
     """
+    assert next_round is None or num_peers == 1, "a grant vouches for the whole round"
     next_wave, next_first = next_round or (0, 0)
     _unpack_kernel[(programs, num_peers)](
         *(in_rows, bases, state, recv_load, rail_mates, row_start),

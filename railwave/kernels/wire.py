@@ -33,12 +33,20 @@ FAILED_WORD = tl.constexpr(4)
 FAILED_PE = tl.constexpr(5)
 FAILED_SEEN = tl.constexpr(6)
 FAILED_EXPECTED = tl.constexpr(7)
-STATE_WORDS = 8
+CLOCK_NS = tl.constexpr(8)  # the latest time that a waiting program has seen
+STATE_WORDS = 9
 
-# The words, by what they say; an error record holds the position in this tuple.
+# The words, each with its writer and readers; an error record holds the position in this tuple.
 WORDS = (
-    *("notify", "packed", "grant", "arrived", "delivered"),
-    *("rows_in", "returned", "taken", "rows_read"),
+    "notify",  # rank -> all: its message is here
+    "packed",  # owner -> node: all that I owe your round is in your staging
+    "grant",  # receiver -> each sender of its rail: put the round
+    "arrived",  # sender -> receiver, one a chunk: the chunk is here
+    "delivered",  # ingress -> node: all rows that I owe you are stored
+    "rows_in",  # expert -> node: my rows may be read
+    "returned",  # proxy -> node: the sums of the round are here
+    "taken",  # owner -> node: I have read your sums of the round
+    "rows_read",  # ingress -> node: I have read your rows
 )
 NOTIFY = tl.constexpr(0)
 PACKED = tl.constexpr(1)
@@ -89,6 +97,18 @@ def signal(word_ptrs, value, mask):
 
 
 @helper
+def send(bases_ptr, pe, offset, words, mask, word_off, value, mask_pe):
+    """Store a row of words at `offset` of each PE's heap, then set its word there.
+
+    words, mask: (len(pe), words a row); pe, mask_pe: (PEs,).
+    """
+    c = iota(words.shape[1])
+    ptrs = heaps_i32(bases_ptr, pe, offset, mask_pe)[:, None] + c[None, :]
+    tl.store(ptrs, words, mask=mask)
+    signal(heaps_i64(bases_ptr, pe, word_off, mask_pe), value, mask_pe)
+
+
+@helper
 def behind(word_ptrs, expected, mask):
     """Return how far each word is behind `expected` (0 or less: it has come), with an acquire."""
     seen = tl.atomic_add(word_ptrs, 0, mask=mask, sem="acquire", scope="sys")
@@ -96,28 +116,40 @@ def behind(word_ptrs, expected, mask):
 
 
 @helper
+def alive(state_ptr):
+    """Return 1, or 0 once the phase has failed: the same to all threads (see `wait_all`)."""
+    return 1 - i64(tl.atomic_add(state_ptr + FAILED, 0, sem="relaxed"))
+
+
+@helper
 def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
     """Wait until every word has reached `expected`; return 1, or 0 when the phase has failed.
 
-    `writers` (the PE that sets each word) and `word` go into the error record.
+    `writers` (the PE to name for each word) and `word` go into the error record.
     """
-    ok: int = 1 - i64(tl.load(state_ptr + FAILED))
+    # Branches around barriers must be taken by all threads of a program alike, and a thread's own
+    # clock or load may differ from its neighbour's: a scalar atomic is done once and handed to all.
+    ok: int = alive(state_ptr)
     late = behind(word_ptrs, expected, mask)
     worst: int = i64(tile_max(late, 0))
     if worst > 0:
-        deadline: int = i64(tl.load(state_ptr + DEADLINE_NS)) + clock_ns()
+        tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed")  # gives the time before
+        now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
+        deadline: int = now + i64(tl.load(state_ptr + DEADLINE_NS))
         while worst * ok > 0:
             relax()
             late = behind(word_ptrs, expected, mask)
             worst: int = i64(tile_max(late, 0))
-            if (worst > 0) & (clock_ns() > deadline):
+            now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
+            if (worst > 0) & (now > deadline):
                 who: int = i64(tile_min(tl.where(late > 0, writers, 0x7FFFFFFF), 0))
                 missing: int = i64(tile_max(tl.where(writers == who, late, 0), 0))
-                tl.store(state_ptr + FAILED_WORD, word)
-                tl.store(state_ptr + FAILED_PE, who)
-                tl.store(state_ptr + FAILED_SEEN, expected - missing)
-                tl.store(state_ptr + FAILED_EXPECTED, expected)
-                tl.store(state_ptr + FAILED, 1)
+                # The first program to give up keeps the record.
+                if i64(tl.atomic_cas(state_ptr + FAILED, i64(0), i64(1))) == 0:
+                    tl.store(state_ptr + FAILED_WORD, word)
+                    tl.store(state_ptr + FAILED_PE, who)
+                    tl.store(state_ptr + FAILED_SEEN, expected - missing)
+                    tl.store(state_ptr + FAILED_EXPECTED, expected)
                 ok: int = ok * 0
     tl.debug_barrier()
     return ok
@@ -127,7 +159,7 @@ def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
 def tell_node(bases_ptr, state_ptr, me, word_off, value, S: tl.constexpr):
     """Set this PE's word at every PE of its node (nothing once the phase has failed)."""
     g = iota(S.G_P)
-    mask = g < S.G * (1 - i64(tl.load(state_ptr + FAILED)))
+    mask = g < S.G * alive(state_ptr)
     local: int = me % S.G
     ptrs = heaps_i64(bases_ptr, me - local + g, word_off + local * 8, mask)
     signal(ptrs, value, mask)
@@ -169,7 +201,7 @@ def grant(
     s: int = (me // S.G + S.N - wave) % S.N
     g = rail_mates(rail_mates_ptr, S)
     load = tl.load(recv_load_ptr + s * S.G + g, mask=g >= 0, other=0).to(tl.int64)
-    mask = load * (1 - i64(tl.load(state_ptr + FAILED))) > first
+    mask = load * alive(state_ptr) > first
     ptrs = heaps_i64(bases_ptr, s * S.G + g, grant_off + me * 8, mask)
     signal(ptrs, value, mask)
 
