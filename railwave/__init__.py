@@ -4,6 +4,8 @@
 node's records are spread over its rails. See README.md for an example.
 """
 
+import logging as _logging
+
 from railwave._version import __version__ as __version__
 from railwave.handle import Handle as Handle
 from railwave.handle import Received as Received
@@ -13,3 +15,6 @@ from railwave.topology import Topology as Topology
 from railwave.world import LocalWorld as LocalWorld
 
 __all__ = ["Handle", "LocalWorld", "Plan", "Received", "Topology", "__version__", "plan"]
+
+# Silent unless the caller's program asks for logs.
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from railwave.config import PATHS, Config
+from railwave.config import Config
 from railwave.handle import Call, Handle
 from railwave.kernels.shape import make_format
 
@@ -29,8 +30,8 @@ def check_dispatch(
     Raises:
         TypeError, ValueError: see `LocalWorld.dispatch`.
     """
-    if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+    if path not in config.paths:
+        raise ValueError(f"path must be one of {', '.join(config.paths)}, got {path!r}")
     lists = {"xs": xs, "topk_idxs": topk_idxs, "topk_weights": topk_weights}
     for name, values in lists.items():
         _check_list(values, name, config.topo.num_ranks)
@@ -92,36 +93,40 @@ def check_call(
             f"{topk_idx[row].tolist()} in row {row}"
         )
     fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
-    return Call(x.detach(), topk_idx, topk_weights.detach().float(), path, fmt)
+    return Call(_plain(x), _plain(topk_idx), _plain(topk_weights).float(), path, fmt)
 
 
 def check_combine(
     config: Config,
     outs: Sequence[torch.Tensor],
     handles: Sequence[Handle],
-    owners: Sequence[Any],
+    exchanges: Sequence[Any],
 ) -> list[torch.Tensor]:
-    """Check all ranks' arguments to a combine; `owners` are the exchanges the handles must be of.
+    """Check all ranks' arguments to a combine; the handles must be of these exchanges.
 
     Raises:
         TypeError, ValueError: see `LocalWorld.combine`.
     """
     _check_list(outs, "outs", config.topo.num_ranks)
     _check_list(handles, "handles", config.topo.num_ranks)
-    for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
+    for rank, handle in enumerate(handles):
         if not isinstance(handle, Handle):
-            raise TypeError(f"handles[{rank}] must be a Handle, got {type(handle).__name__}")
-        if handle.owner is not owners[rank]:
-            raise ValueError(f"handles[{rank}] must come from this world's dispatch, at this rank")
-        if handle.call_number != handles[0].call_number:
-            raise ValueError(
-                f"handles must be of one dispatch, got dispatch {handle.call_number} at rank "
-                f"{rank} and {handles[0].call_number} at rank 0"
+            raise TypeError(
+                f"handles[{rank}] must be a Handle, as in received[{rank}].handle, got "
+                f"{type(handle).__name__}"
             )
+        if handle.exchange is not exchanges[rank]:
+            raise ValueError(f"handles[{rank}] must come from this world's dispatch, at this rank")
+        if handle.epoch != handles[0].epoch:
+            raise ValueError(
+                f"handles must be of one dispatch, got dispatch {handle.epoch} at rank "
+                f"{rank} and {handles[0].epoch} at rank 0"
+            )
+    for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
         check_out(config, out, handle, name=f"outs[{rank}]")
         _check_same("outs", "dtype", rank, out.dtype, outs[0].dtype)
         _check_same("outs", "hidden size", rank, out.shape[1], outs[0].shape[1])
-    return [out.detach() for out in outs]
+    return [_plain(out) for out in outs]
 
 
 def check_out(config: Config, out: torch.Tensor, handle: Handle, *, name: str) -> None:
@@ -146,17 +151,24 @@ def _check_list(values: Any, name: str, num_ranks: int) -> None:
 def _check_matrix(value: Any, name: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = "quantized" if value.is_quantized else f"layout {value.layout}"
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
     if value.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(value.shape)}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}")
     if value.device.type != "cpu":
         raise ValueError(f"{name} must be on the world's device, cpu, got {value.device}")
-    if value.requires_grad and torch.is_grad_enabled():
+    tangent = forward_ad.unpack_dual(value).tangent if value.is_floating_point() else None
+    if (value.requires_grad and torch.is_grad_enabled()) or tangent is not None:
         raise ValueError(
             f"{name} must not require gradients, which railwave does not compute yet: call it "
             f"under torch.no_grad(), or pass {name}.detach()"
         )
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Detach; carry out a negation or conjugation that torch has only noted in a flag."""
+    return value.detach().resolve_conj().resolve_neg()
 
 
 def _check_payload(config: Config, hidden: int, dtype: torch.dtype, name: str) -> None:
@@ -164,7 +176,8 @@ def _check_payload(config: Config, hidden: int, dtype: torch.dtype, name: str) -
     if hidden < 1 or payload_bytes > config.payload_bytes:
         raise ValueError(
             f"{name} must have from 1 element to the declared {config.payload_bytes} bytes a row "
-            f"(hidden {config.hidden} x {config.dtype}), got {hidden} x {dtype} = {payload_bytes}"
+            f"(hidden {config.hidden} x {config.dtype}), got {hidden} x {dtype} = {payload_bytes}; "
+            "declare a larger hidden or a wider dtype"
         )
 
 

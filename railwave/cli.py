@@ -28,7 +28,6 @@ logger = logging.getLogger("railwave")
 
 PROGRESS_DELAY_S = 3.0
 SIDE_BY_SIDE_PHASES = 64  # ranks x paths: about 10 s of work, a process takes 4 s to start
-REPLAY_TOKENS = 64  # a rank: the 16 ranks of the real trace take less than a minute on a CPU
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
     from railwave.table import print_report
 
     began_s = time.perf_counter()
-    if args.json:
+    if args.json is not None:
         check_writable(args.json)
     paths = _paths(args.path)
     case = args.make_case(args)
@@ -79,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
         print(case.note)
     processes = min(len(paths), args.processes or _processes(topo.num_ranks * len(paths)))
     report = _run_with_progress(case, paths, processes)
-    if args.json:
+    if args.json is not None:
         by_path = {path.path: path.to_json() for path in report.paths}
         write_json(args.json, {"paths": by_path, "config": _config(args, case)})
     print_report(report, seconds=time.perf_counter() - began_s)
@@ -165,6 +164,8 @@ def check_writable(path: str) -> None:
     Raises:
         OSError: with the path and the reason.
     """
+    if not path:
+        raise FileNotFoundError("--json must be a file, got an empty name")
     if os.path.isdir(path):
         raise IsADirectoryError(f"--json must be a file, got the directory {path!r}")
     folder = os.path.dirname(os.path.realpath(path))
@@ -241,23 +242,34 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--tokens", type=int, default=64, help="the most tokens of a rank")
     demo.add_argument("--experts", type=int, default=64, help="experts of the cluster")
     demo.add_argument("--topk", type=int, default=4, help="experts of a token")
-    demo.add_argument("--skew", type=float, default=1.0, help="0: even, 1 and more: uneven")
+    demo.add_argument(
+        "--skew", type=float, default=1.0, help="0: rails and experts are even, 1 and more: uneven"
+    )
     _add_common(demo)
 
     replay = commands.add_parser(
         "replay", help="recorded expert counts, as a trace folder has them", formatter_class=_Help
     )
     replay.set_defaults(make_case=_replay)
-    replay.add_argument("folder", help="holds table_iter<I>_rank<r>.log for every rank")
-    for name in ("--iteration", "--layer"):
-        replay.add_argument(name, type=int, required=True, help="which of the trace's")
-    replay.add_argument("--micro-batch", type=int, default=0, help="which of the layer's")
+    replay.add_argument(
+        "folder",
+        help="holds table_iter<I>_rank<r>.log for every rank; a line is layer:[[counts], ...]",
+    )
+    replay.add_argument(
+        "--iteration", type=int, required=True, help="I: the number in the names of the files"
+    )
+    replay.add_argument(
+        "--layer", type=int, required=True, help="the number at the start of a line"
+    )
+    replay.add_argument(
+        "--micro-batch", type=int, default=0, help="which of the layer's lists of counts, from 0"
+    )
     _add_cluster(replay, nodes=4, gpus=4)
     replay.add_argument(
         "--tokens",
         type=_tokens,
-        default=REPLAY_TOKENS,
-        help="run at most so many tokens of a rank, drawn from its counts; 0 or all: every one",
+        default="all",
+        help="run at most so many tokens of a rank, drawn from its counts; 64 take about a minute",
     )
     replay.add_argument("--topk", type=int, default=2, help="experts of a token in the trace")
     _add_common(replay)

@@ -3,6 +3,8 @@
 Letters: N nodes, G GPUs a node, R rails, W = N * G ranks, E experts, K top-k, T tokens a rank.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +15,8 @@ from railwave._check import check_index, check_positive_int
 from railwave.heap import Layout
 from railwave.kernels.shape import Shape, make_format, pow2
 from railwave.topology import Topology
+
+logger = logging.getLogger("railwave")
 
 PATHS = ("native", "rail", "permutation", "joint")
 BALANCED = ("rail", "joint")
@@ -28,9 +32,11 @@ class Tiles:
     chunk: int  # records under one arrived word
     block_m: int  # records or rows a tile
     block_w: int  # 32-bit words a tile
+    block_put: int  # words a tile of put, which moves chunks as they lie
     block_h: int  # elements a tile
     block_t: int  # tokens a step of count
     block_n: int  # nodes a program of count and forward
+    block_e: int  # experts a program of count
     match: int  # records a program of match
     programs: int  # programs a peer
 
@@ -49,14 +55,25 @@ INTERPRETED = Tiles(
     chunk=64,
     block_m=64,
     block_w=1024,
+    block_put=8192,
     block_h=1024,
     block_t=128,
     block_n=64,
+    block_e=1024,
     match=1024,
     programs=1,
 )
 COMPILED = Tiles(
-    chunk=16, block_m=8, block_w=512, block_h=512, block_t=64, block_n=1, match=256, programs=32
+    chunk=16,
+    block_m=8,
+    block_w=512,
+    block_put=4096,
+    block_h=512,
+    block_t=64,
+    block_n=1,
+    block_e=16,
+    match=256,
+    programs=32,
 )
 
 
@@ -84,6 +101,7 @@ class Config:
     dtype: torch.dtype
     expert_to_rank: Any = None  # after construction: a tuple of E ranks
     staging_records: int | None = None  # after construction: an int
+    paths: Sequence[str] = PATHS  # after construction: a tuple
     tiles: Tiles = INTERPRETED
 
     def __post_init__(self) -> None:
@@ -94,6 +112,8 @@ class Config:
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
         object.__setattr__(self, "expert_to_rank", self._checked_expert_to_rank())
+        object.__setattr__(self, "paths", self._checked_paths())
+        self._warn_of_uneven_rails()
         entries = self.max_rows * self.topo.gpus_per_node
         if entries >= 2**31:
             raise ValueError(
@@ -108,6 +128,21 @@ class Config:
             staging = max(1, min(staging, self.proxy_records))
         object.__setattr__(self, "staging_records", staging)
         object.__setattr__(self, "tiles", self.tiles.clipped(staging, self.max_tokens_per_rank))
+
+    def _checked_paths(self) -> tuple[str, ...]:
+        paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        for path in paths:
+            if path not in PATHS:
+                raise ValueError(f"paths must be of {', '.join(PATHS)}, got {path!r}")
+        if not paths:
+            raise ValueError("paths must name at least one path, got none")
+        return paths
+
+    def _warn_of_uneven_rails(self) -> None:
+        gpus = self.topo.gpus_of_rail
+        logger.info("GPUs of each rail: %s", gpus)
+        if len({len(on_rail) for on_rail in gpus}) > 1:
+            logger.warning("rails have different numbers of GPUs: %s", gpus)
 
     def _checked_expert_to_rank(self) -> tuple[int, ...]:
         ranks, experts = self.topo.num_ranks, self.num_experts
@@ -188,7 +223,6 @@ class Config:
             R=topo.rails_per_node,
             E=self.num_experts,
             T=self.max_tokens_per_rank,
-            N_P=pow2(topo.nodes),
             G_P=pow2(G),
             R_P=pow2(topo.rails_per_node),
             RAIL_GPUS=topo.max_gpus_per_rail,
@@ -210,7 +244,9 @@ class Config:
         W, G = topo.num_ranks, topo.gpus_per_node
         widest = make_format(self.payload_bytes, self.top_k, G)
         # Two buffers on wave paths; native and rail have all peers in flight at once.
-        staged = max(2 * self.staging_records, (topo.nodes - 1) * self.proxy_records)
+        staged = 2 * self.staging_records if set(self.paths) & set(WAVES) else 0
+        if set(self.paths) - set(WAVES):
+            staged = max(staged, (topo.nodes - 1) * self.proxy_records)
         staging = staged * widest.RECORD_WORDS * 4 if topo.nodes > 1 else 0
         words = {
             **dict.fromkeys(("notify", "grant"), W),

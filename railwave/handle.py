@@ -30,8 +30,8 @@ class Handle:
     in_load: torch.Tensor  # (N, G) int32, records each PE of each node put to this node
     quota: torch.Tensor  # (N, R) int32, records of this node that each rail carried to each node
     rail_records: torch.Tensor  # (N, R) int32, the same by the owners' rails
-    owner: object  # the exchange that made it
-    call_number: int  # the epoch of its dispatch
+    exchange: object  # the PE that made it
+    epoch: int  # the number of its dispatch among that PE's phases
 
 
 @dataclass(frozen=True, eq=False)

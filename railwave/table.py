@@ -82,11 +82,11 @@ def _rails(shares: Sequence[float], *, top: float, levels: str, with_range: bool
 
 def _legend(report: Report) -> list[str]:
     return [
-        f"bars: each rail's part of what node {report.paths[0].hot_node} (the most on one rail) "
-        "sends, by the owners' rails -> as put",
-        "rho_g: busiest rail / mean. kappa: busiest receiver of a window / mean. quota spread, "
-        "relocated: in",
-        "records. fan-in: the most nodes that were sending to one rail of a node at the same time",
+        f"bars: the rails of node {report.paths[0].hot_node}, which has the most loaded one: shares "
+        "by the owners' rails -> as put",
+        "rho_g: busiest rail of any node / mean over all; above 1 too where nodes send unequal amounts",
+        "kappa: busiest receiving node of a window / mean; waves leave it, they lower fan-in: the most",
+        "nodes sending to one rail of a node at the same time. quota spread, relocated: in records",
     ]
 
 

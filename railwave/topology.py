@@ -156,7 +156,7 @@ class Topology:
         return check_index(node, self.nodes, "node") * self.gpus_per_node + gpu
 
     def max_proxy_records(self, max_tokens_per_rank: int) -> int:
-        """Bound the records that one proxy carries of one slice, on any path (P in DESIGN.md).
+        """Bound the records that one proxy carries of one slice, on any path.
 
         A rail has n GPUs and C records of the slice; the pair of nodes has m eligible rails. A
         kept record stays with its owner GPU, and the Q - C relocated ones go round the rail's

@@ -15,7 +15,8 @@ class Traffic:
     """One phase, as it was carried out."""
 
     put_bytes: torch.Tensor  # (N, N, R) int64: bytes put from node s to node d on each rail
-    windows: tuple[frozenset[tuple[int, int]], ...]  # per sending window, the node pairs in it
+    # Per sending window (a wave, or all at once), the node pairs that put anything in it.
+    windows: tuple[frozenset[tuple[int, int]], ...]
     max_fan_in: int  # most source nodes with payload in flight to one rail of one node at a time
 
     def rail_bytes(self) -> torch.Tensor:
@@ -31,8 +32,8 @@ class TrafficRecorder:
 
     Example:
         >>> recorder = TrafficRecorder(Topology(3, 1, 1))
-        >>> recorder.put(0, 2, rail=0, wave=2, num_records=1)
-        >>> recorder.put(1, 2, rail=0, wave=1, num_records=1)
+        >>> recorder.put(0, 2, rail=0, wave=2)
+        >>> recorder.put(1, 2, rail=0, wave=1)
         >>> recorder.arrived(0, 2, rail=0)
         >>> recorder.max_fan_in
         2
@@ -44,8 +45,8 @@ class TrafficRecorder:
         self._windows: dict[int, set[tuple[int, int]]] = {}
         self._in_flight: dict[tuple[int, int], list[int]] = {}  # (node, rail): sending PEs
 
-    def put(self, pe: int, peer: int, *, rail: int, wave: int, num_records: int) -> None:
-        """PE `pe` starts to put `num_records` into PE `peer` in sending window `wave`."""
+    def put(self, pe: int, peer: int, *, rail: int, wave: int) -> None:
+        """PE `pe` starts to put a round of wave `wave` into PE `peer`."""
         s, d = self.topo.node_of(pe), self.topo.node_of(peer)
         self._windows.setdefault(wave, set()).add((s, d))
         senders = self._in_flight.setdefault((d, rail), [])

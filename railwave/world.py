@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from railwave.arguments import check_combine, check_dispatch
-from railwave.config import Config
-from railwave.exchange import Exchange, Stages, Wait, combine, dispatch
+from railwave.config import PATHS, Config
+from railwave.exchange import Exchange, Stages, Wait, Waits, combine, dispatch
 from railwave.handle import Handle, Received
 from railwave.heap import LocalHeap
 from railwave.topology import Topology
@@ -26,7 +26,8 @@ class LocalWorld:
     """Run dispatch and combine of all W ranks in this process, on CPU tensors.
 
     The kernels and the stages are those of one process per rank; here they take turns. Arguments
-    and results are lists over ranks.
+    and results are lists over ranks. One thread at a time, whatever the number of worlds: Triton's
+    interpreter is not thread-safe.
 
     Args:
         topo: the cluster.
@@ -39,13 +40,15 @@ class LocalWorld:
         expert_to_rank: (E,) ints in [0, W), the rank of each expert.
         staging_records: records per staging buffer on wave paths; a longer slice takes several
             rounds of its wave. Default: the longest slice, at most 8192.
+        paths: the paths that dispatch may take. native and rail need staging for all peers at once,
+            (N - 1) slices, the others two buffers.
         order: which PE of those that can go on runs next; None goes round.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule above.
 
     Attributes:
-        traffic: what the last phase put on the rails, counted in the run.
+        traffic: what the last phase put on the rails, counted in the run; None before the first.
 
     Example:
         >>> topo = Topology(nodes=2, gpus_per_node=2, rails_per_node=2)
@@ -61,8 +64,6 @@ class LocalWorld:
         [0.0, 10.0, 20.0, 30.0]
     """
 
-    traffic: Traffic
-
     def __init__(
         self,
         topo: Topology,
@@ -74,6 +75,7 @@ class LocalWorld:
         dtype: torch.dtype = torch.bfloat16,
         expert_to_rank: Any = None,
         staging_records: int | None = None,
+        paths: Sequence[str] = PATHS,
         order: random.Random | None = None,
     ) -> None:
         self.config = Config(
@@ -85,14 +87,20 @@ class LocalWorld:
             dtype=dtype,
             expert_to_rank=expert_to_rank,
             staging_records=staging_records,
+            paths=paths,
         )
-        device = torch.device("cpu")
-        self.heap = LocalHeap(topo.num_ranks, self.config.layout, device=device)
+        if order is not None and not callable(getattr(order, "choice", None)):
+            raise TypeError(f"order must have a method choice, as random.Random, got {order!r}")
         self._order = order
-        self._exchanges = [
-            Exchange(self.config, self.heap, pe, device=device, deadline_s=DEADLINE_S)
-            for pe in range(topo.num_ranks)
-        ]
+        self._interrupted = False
+        self.traffic: Traffic | None = None
+        device = torch.device("cpu")
+        with torch.inference_mode(False):  # else these tensors could not be used outside it
+            self.heap = LocalHeap(topo.num_ranks, self.config.layout, device=device)
+            self._exchanges = [
+                Exchange(self.config, self.heap, pe, device=device, deadline_s=DEADLINE_S)
+                for pe in range(topo.num_ranks)
+            ]
 
     def dispatch(
         self,
@@ -147,13 +155,18 @@ class LocalWorld:
 
     def _run(self, stages: list[Stages]) -> list[Any]:
         """Run all PEs' stages to their end, each when the words that it waits for are there."""
+        if self._interrupted:
+            raise RuntimeError(
+                "a dispatch or combine of this world was interrupted: make a new LocalWorld"
+            )
+        self._interrupted = True  # until the end is reached
         recorder = TrafficRecorder(self.config.topo)
         results: list[Any] = [None] * len(stages)
-        waiting: dict[int, list[Wait]] = {pe: [] for pe in range(len(stages))}
+        waiting: dict[int, Waits] = {pe: list for pe in range(len(stages))}
         for exchange in self._exchanges:
             exchange.observer = recorder
         while waiting:
-            ready = [pe for pe in waiting if self._ready(pe, waiting[pe])]
+            ready = [pe for pe in waiting if self._ready(pe, waiting[pe]())]
             if not ready:
                 raise RuntimeError(f"railwave: no PE can go on; {self._missing(waiting)}")
             for pe in [self._order.choice(ready)] if self._order else ready:
@@ -164,6 +177,7 @@ class LocalWorld:
                     del waiting[pe]
         for exchange in self._exchanges:
             assert not exchange.failure(), f"a kernel waited in vain: {exchange.failure()}"
+        self._interrupted = False
         self.traffic = recorder.traffic([e.put_words for e in self._exchanges])
         return results
 
@@ -173,11 +187,11 @@ class LocalWorld:
             for wait in waits
         )
 
-    def _missing(self, waiting: dict[int, list[Wait]]) -> str:
+    def _missing(self, waiting: dict[int, Waits]) -> str:
         return "; ".join(
             f"PE {pe} waits for {wait.word}[{wait.index}] >= {wait.mark}, has "
             f"{self.heap.region(pe, wait.word, torch.int64)[wait.index].tolist()}"
             for pe, waits in waiting.items()
-            for wait in waits
+            for wait in waits()
             if not self._ready(pe, [wait])
         )

@@ -56,6 +56,8 @@ def ids(*rows, dtype=torch.int64):
 # What rank 1 passes instead of its x, topk_idx or topk_weights.
 BAD_AT_RANK_1 = [
     ("x", [[1.0]], TypeError, "xs[1] must be a tensor, got list"),
+    ("x", ones(3, 4).to_sparse(), TypeError, "xs[1] must be a dense tensor, got layout"),
+    ("x", torch.quantize_per_tensor(torch.ones(3, 4), 1.0, 0, torch.qint8), TypeError, "quantized"),
     ("x", ones(3), ValueError, "xs[1] must have 2 dimensions, got shape (3,)"),
     ("x", ones(4, 4), ValueError, "xs[1] must have at most max_tokens_per_rank = 3 tokens, got 4"),
     ("x", ones(3, 5), ValueError, "declared 8 bytes a row (hidden 4 x torch.bfloat16), got 5"),
@@ -138,7 +140,11 @@ def test_combine_refuses(world, batch, handles, other):
     no(ValueError, "outs must have one dtype on all ranks", outs=second(outs[1].half()))
     no(ValueError, "outs must have one hidden size", outs=second(outs[1][:, :3]))
     no(ValueError, "outs[1] must not require", outs=second(outs[1].clone().requires_grad_()))
-    no(TypeError, "handles[0] must be a Handle, got str", handles=["a", "b"])
+    no(
+        TypeError,
+        "handles[0] must be a Handle, as in received[0].handle, got str",
+        handles=["a", "b"],
+    )
     no(ValueError, "handles must have one entry per rank (2), got 1", handles=handles[:1])
     no(ValueError, "handles[0] must come from this world's dispatch", handles=other)
     no(ValueError, "handles[0] must come from this world's dispatch", handles=handles[::-1])
@@ -151,7 +157,7 @@ def test_handles_of_two_dispatches_are_refused_and_the_next_call_works(world, ba
         world,
         lambda: world.combine(make_outs(batch), mixed),
         ValueError,
-        f"handles must be of one dispatch, got dispatch {newer[1].call_number} at rank 1",
+        f"handles must be of one dispatch, got dispatch {newer[1].epoch} at rank 1",
     )
     run(batch, "native")
 
@@ -183,3 +189,52 @@ def test_world_refuses(bad, error, message):
     with pytest.raises(error) as caught:
         LocalWorld(arguments.pop("topo"), **arguments)
     assert message in str(caught.value)
+
+
+def test_an_interrupted_world_says_so():
+    class Once:
+        def __init__(self):
+            self.left = 1
+
+        def choice(self, ready):
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return ready[0]
+
+    world = LocalWorld(
+        *(Topology(2, 1, 1),),
+        **{"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 1},
+        order=Once(),
+    )
+    call = ([ones(1, 4)] * 2, [ids([0])] * 2, [torch.ones(1, 1)] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        world.dispatch(*call)
+    with pytest.raises(RuntimeError, match="was interrupted: make a new LocalWorld"):
+        world.dispatch(*call)
+
+
+def test_a_world_refuses_paths_that_it_was_not_made_for(caplog):
+    sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 8}
+    waves = LocalWorld(Topology(3, 1, 1), **sizes, staging_records=2, paths=("joint",))
+    every = LocalWorld(Topology(3, 1, 1), **sizes, staging_records=2)
+    assert waves.config.layout.size < every.config.layout.size
+    with pytest.raises(ValueError, match="path must be one of joint, got 'native'"):
+        waves.dispatch([ones(1, 4)] * 3, [ids([0])] * 3, [torch.ones(1, 1)] * 3, path="native")
+    with pytest.raises(ValueError, match=r"paths must be of native, .* got 'waves'"):
+        LocalWorld(Topology(3, 1, 1), **sizes, paths=("waves",))
+
+
+def test_uneven_rails_are_warned_of(caplog):
+    sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 1}
+    LocalWorld(Topology(1, 3, 2), **sizes)
+    assert "rails have different numbers of GPUs: ((0, 1), (2,))" in caplog.text
+    caplog.clear()
+    LocalWorld(Topology(1, 4, 2), **sizes)
+    assert not caplog.text
+
+
+def test_order_must_choose():
+    sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 1}
+    with pytest.raises(TypeError, match="order must have a method choice"):
+        LocalWorld(Topology(1, 1, 1), **sizes, order=5)

@@ -154,7 +154,8 @@ def test_demo_prints_a_row_per_path(demo):
 
 
 def test_verbose_logs_to_stderr_and_leaves_no_handler(demo):
-    assert [line.split(":")[1].strip() for line in demo.err.splitlines()] == list(PATHS)
+    rails, *paths = [line.split(":")[1].strip() for line in demo.err.splitlines()]
+    assert (rails, paths) == ("GPUs of each rail", list(PATHS))
     handlers = logging.getLogger("railwave").handlers
     assert not any(isinstance(handler, logging.StreamHandler) for handler in handlers)
 

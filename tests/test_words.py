@@ -16,6 +16,14 @@ def test_words_and_back(dtype, hidden):
     assert torch.equal(from_words(words.contiguous(), hidden, dtype), x)
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (3, 1), (1, 1), (0, 1)])
+def test_odd_strides_that_torch_calls_contiguous(shape):
+    x = torch.arange(36).reshape(6, 6).bfloat16().t()[: shape[0], : shape[1]]
+    for strided in (x, torch.stack([x, x], dim=2).flatten(1)[:, ::2]):
+        words = as_words(strided).contiguous()
+        assert torch.equal(from_words(words, shape[1], torch.bfloat16), x)
+
+
 def test_no_copy_where_the_memory_is_words_already():
     x = torch.zeros(3, 8, dtype=torch.bfloat16)
     assert as_words(x[:, :4]).data_ptr() == x.data_ptr()

@@ -118,7 +118,7 @@ def test_distinct_experts_and_popularity_by_hand():
         (dict(top_k=0), ValueError, "top_k must be at least 1, got 0"),
         (dict(num_ranks=3), ValueError, r"num_ranks must be a multiple .* \(2\), got 3"),
         (dict(num_tokens=-1), ValueError, "num_tokens must be at least 0, got -1"),
-        (dict(num_experts=2.5), TypeError, "num_experts must be an integer, got 2.5"),
+        (dict(num_experts=2.5), TypeError, "num_experts must be an int, got float 2.5"),
         (dict(gpus_per_node=0), ValueError, "gpus_per_node must be at least 1, got 0"),
         (dict(skew=-0.5), ValueError, "skew must be finite and at least 0, got -0.5"),
         (dict(skew=float("nan")), ValueError, "skew must be finite and at least 0, got nan"),
@@ -196,7 +196,7 @@ def test_tokens_from_counts_by_hand():
         (torch.tensor([1.0, 1.0]), 2, TypeError, "counts_row must be .*, got torch.float32"),
         ([1, 1], 2, TypeError, "counts_row must be a tensor of integers, got list"),
         (torch.tensor([1, 1]), 0, ValueError, "top_k must be at least 1, got 0"),
-        (torch.tensor([1, 1]), 1.5, TypeError, "top_k must be an integer, got 1.5"),
+        (torch.tensor([1, 1]), 1.5, TypeError, "top_k must be an int, got float 1.5"),
     ],
 )
 def test_tokens_from_counts_refuses(counts_row, top_k, error, message):
@@ -371,7 +371,7 @@ def test_generate_trace_refuses(tmp_path):
         generate_trace(tmp_path, experts=2, top_k=3)
     with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
         generate_trace(tmp_path, ranks=0)
-    with pytest.raises(TypeError, match=r"tokens must be an integer, got 1.5"):
+    with pytest.raises(TypeError, match=r"tokens must be an int, got float 1.5"):
         generate_trace(tmp_path, tokens=1.5)
     assert list(tmp_path.iterdir()) == []
 

@@ -105,3 +105,25 @@ def test_weights_travel_as_float32():
             Batch(world, batch.xs, batch.topk_idxs, [w.to(dtype) for w in batch.topk_weights]),
             "rail",
         )
+
+
+def test_flags_for_negation_are_carried_out():
+    """torch may keep -x as a flag beside the memory of x; what travels is -x."""
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2)
+    plain = world.dispatch(
+        [-x for x in batch.xs], batch.topk_idxs, [-w for w in batch.topk_weights]
+    )
+    flagged = [
+        [torch._neg_view(a) for a in batch.xs],
+        [torch._neg_view(w) for w in batch.topk_weights],
+    ]
+    got = world.dispatch(flagged[0], batch.topk_idxs, flagged[1])
+    for a, b in zip(got, plain, strict=True):
+        assert torch.equal(a.x, b.x) and torch.equal(a.topk_weights, b.topk_weights)
+
+
+def test_a_world_made_in_inference_mode_works_outside():
+    with torch.inference_mode():
+        world = make_world(2, 1, 1)
+    run(make_batch(world, 1), "joint")

@@ -14,5 +14,6 @@ from railwave.exchange.pe import Exchange as Exchange
 from railwave.exchange.pe import Observer as Observer
 from railwave.exchange.pe import Stages as Stages
 from railwave.exchange.pe import Wait as Wait
+from railwave.exchange.pe import Waits as Waits
 
-__all__ = ["Exchange", "Observer", "Stages", "Wait", "combine", "dispatch"]
+__all__ = ["Exchange", "Observer", "Stages", "Wait", "Waits", "combine", "dispatch"]

@@ -6,6 +6,7 @@ copy in -> own, reduce -> (put, reduce, give back, take) a round -> end, final
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -37,13 +38,13 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle) -> Stages:
     pe.put_words.zero_()
     _copy_in(sums, words)
     pe.tell("rows_in", handle.out_load, grant_waves=rounds[0].num_peers if rounds else 0)
-    yield [pe.node_wait("rows_in", 1)]
+    yield pe.all_wait("rows_in", 1)
 
     _own(sums)
     if rounds:
         _reduce(sums, rounds[0])
     for this, after in zip_longest(rounds, rounds[1:]):
-        yield pe.put_waits(handle.in_load, this, packed=False, grant=True)
+        yield partial(pe.put_waits, handle.in_load, this, packed=False, grant=True)
         pe.put(
             *(handle.in_load, this),
             record_words=sums.row_words,
@@ -53,14 +54,13 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle) -> Stages:
         )
         if after:
             _reduce(sums, after)
-        taken = [pe.node_wait("taken", this.step - 1)] if this.step > 1 else []
-        yield pe.arrived_waits(handle.out_load, this) + taken
+        yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
         _give_back(sums, this, after)
-        yield [pe.node_wait("returned", this.step)]
+        yield pe.all_wait("returned", this.step)
         for i in range(this.num_peers):
             _take(sums, this, i)
     pe.tell("rows_read", handle.out_load)
-    yield [pe.node_wait("rows_read", 1)]
+    yield pe.all_wait("rows_read", 1)
     return _final(sums)
 
 

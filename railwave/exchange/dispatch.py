@@ -5,6 +5,7 @@ count -> notify -> forward -> plan, pack, local -> (put, pack, unpack) a round -
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -27,12 +28,12 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     pe.kernels.notify.notify(
         *(pe.heap.bases, pe.state, pe.counts, pe.expert_start), **notified_word
     )
-    yield [pe.rail_wait("notify", 0)]
+    yield pe.rail_wait("notify", 0)
 
     pe.kernels.notify.forward(
         *(pe.heap.bases, pe.state), block_n=pe.config.tiles.block_n, **notified_word
     )
-    yield [pe.node_wait("notify", 0)]
+    yield pe.all_wait("notify", 0)
 
     pe.kernels.quota.quota(
         *(pe.heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
@@ -47,7 +48,7 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     _local(pe, call, handle, tokens, tell_packed=bool(rounds))
     for this, after in zip_longest(rounds, rounds[1:]):
         granted = this.step > 1  # a notify grants the first round
-        yield pe.put_waits(handle.out_load, this, packed=True, grant=granted)
+        yield partial(pe.put_waits, handle.out_load, this, packed=True, grant=granted)
         pe.put(
             *(handle.out_load, this),
             record_words=call.fmt.RECORD_WORDS,
@@ -57,10 +58,10 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
         )
         if after:
             _pack(pe, call, handle, tokens, after)
-        yield pe.arrived_waits(handle.in_load, this)
+        yield partial(pe.arrived_waits, handle.in_load, this)
         _unpack(pe, call, handle, this, after)
     pe.tell("delivered", handle.in_load)
-    yield [pe.node_wait("delivered", 1)]
+    yield pe.all_wait("delivered", 1)
     return _finish(pe, call, handle)
 
 
@@ -75,6 +76,7 @@ def _count(pe: Exchange, call: Call) -> torch.Tensor:
         shape=S,
         block_t=tiles.block_t,
         block_n=tiles.block_n,
+        block_e=tiles.block_e,
     )
     pe.epoch += 1
     return record_token
@@ -105,8 +107,8 @@ def _match(pe: Exchange, call: Call, record_token: torch.Tensor) -> Handle:
         in_load=load[S.N :],
         quota=plan.quota[: S.N].clone(),
         rail_records=plan.rail_records[: S.N].clone(),
-        owner=pe,
-        call_number=pe.epoch,
+        exchange=pe,
+        epoch=pe.epoch,
     )
 
 

@@ -5,7 +5,7 @@ Letters: N nodes, G GPUs a node, R rails, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,13 +25,16 @@ class Wait:
     mark: int
 
 
-Stages = Generator[list[Wait], None, Any]
+# A stage yields what the next one waits for, to be worked out by who wants to know: it reads tables
+# that are on the device.
+Waits = Callable[[], list[Wait]]
+Stages = Generator[Waits, None, Any]
 
 
 class Observer(Protocol):
     """What a phase may be watched by."""
 
-    def put(self, pe: int, peer: int, *, rail: int, wave: int, num_records: int) -> None: ...
+    def put(self, pe: int, peer: int, *, rail: int, wave: int) -> None: ...
 
     def arrived(self, pe: int, peer: int, *, rail: int) -> None: ...
 
@@ -63,7 +66,7 @@ class Exchange:
         S = config.shape
         self.counts = self.ints(1 + S.N + S.N * S.G + S.E)
         self.row_index = self.ints(S.T, S.N * S.G)
-        self.plan = self.kernels.quota.Plan.empty(S, device)
+        self.plan = self.kernels.quota.PlanTables.empty(S, device)
         self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)
 
     def _make_tables(self) -> None:
@@ -106,13 +109,14 @@ class Exchange:
             "round_records": this.records,
         }
 
-    def node_wait(self, word: str, step: int) -> Wait:
-        """Wait for a word of every PE of the node."""
-        return Wait(word, slice(None), self.mark(step))
+    def all_wait(self, word: str, step: int) -> Waits:
+        """Wait for every word of a region: one a PE of the node, or one a rank for notify."""
+        return lambda: [Wait(word, slice(None), self.mark(step))]
 
-    def rail_wait(self, word: str, step: int) -> Wait:
+    def rail_wait(self, word: str, step: int) -> Waits:
         """Wait for a word of the PE with the own local index at every node."""
-        return Wait(word, slice(self.local, None, self.config.topo.gpus_per_node), self.mark(step))
+        mates = slice(self.local, None, self.config.topo.gpus_per_node)
+        return lambda: [Wait(word, mates, self.mark(step))]
 
     def mark(self, step: int) -> int:
         """Return the value of this phase's words for a step."""
@@ -122,7 +126,7 @@ class Exchange:
         self, send_load: torch.Tensor, this: Round, *, packed: bool, grant: bool
     ) -> list[Wait]:
         """List what this PE's puts of a round wait for."""
-        waits = [self.node_wait("packed", this.step)] if packed else []
+        waits = [Wait("packed", slice(None), self.mark(this.step))] if packed else []
         if grant:
             G = self.config.topo.gpus_per_node
             mates = self.config.topo.gpus_of_rail[self.rail]
@@ -132,9 +136,12 @@ class Exchange:
             ]
         return waits
 
-    def arrived_waits(self, recv_load: torch.Tensor, this: Round) -> list[Wait]:
-        """List the chunks of a round that this PE will receive."""
-        S, waits = self.config.shape, []
+    def arrived_waits(
+        self, recv_load: torch.Tensor, this: Round, *, taken: bool = False
+    ) -> list[Wait]:
+        """List the chunks of a round that this PE will receive, and taken of the round before."""
+        S = self.config.shape
+        waits = [Wait("taken", slice(None), self.mark(this.step - 1))] if taken else []
         for s, num_records in self._peers(recv_load, this, direction=-1):
             chunks = slice(s * S.CHUNKS, s * S.CHUNKS + -(-num_records // S.CHUNK))
             waits.append(Wait("arrived", chunks, self.mark(this.step)))
@@ -153,9 +160,9 @@ class Exchange:
         """Put this PE's records of a round on the wire."""
         layout, G = self.heap.layout, self.config.topo.gpus_per_node
         if self.observer:
-            for d, n in self._peers(send_load, this, direction=1):
+            for d, _ in self._peers(send_load, this, direction=1):
                 peer = d * G + self.local
-                self.observer.put(self.pe, peer, rail=self.rail, wave=this.wave, num_records=n)
+                self.observer.put(self.pe, peer, rail=self.rail, wave=this.wave)
         start = this.buffer * record_words * 4
         self.kernels.wire.put(
             *(self.heap.bases, self.state, self.put_words, send_load, self.rail_mates),
@@ -173,7 +180,7 @@ class Exchange:
             tell_taken=tell_taken,
             shape=self.config.shape,
             programs=self.config.tiles.programs,
-            block_w=8 * self.config.tiles.block_w,
+            block_w=self.config.tiles.block_put,
         )
 
     def tell(self, word: str, recv_load: torch.Tensor, *, grant_waves: int = 0) -> None:
@@ -191,7 +198,9 @@ class Exchange:
     def failure(self) -> str:
         """Say what the phase's first wait past its deadline waited for; "" if there was none."""
         wire = self.kernels.wire
-        failed, word, peer, seen, expected = self.state[wire.FAILED.value :].tolist()
+        failed, word, peer, seen, expected = self.state[
+            wire.FAILED.value : wire.CLOCK_NS.value
+        ].tolist()
         if not failed:
             return ""
         return f"PE {self.pe} saw {wire.WORDS[word]} of PE {peer} at {seen}, not {expected}"

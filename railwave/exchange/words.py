@@ -17,7 +17,9 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
     if x.stride(1) == 1 and all(n % 4 == 0 for n in (row_bytes, *starts)):
         return x.view(torch.int32)
     words = torch.zeros(x.shape[0], -(-row_bytes // 4), dtype=torch.int32, device=x.device)
-    words.view(torch.uint8)[:, :row_bytes] = x.contiguous().view(torch.uint8)
+    # clone, since contiguous() keeps odd strides where there is one column, or no row.
+    bytes_ = x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    words.view(torch.uint8)[:, :row_bytes] = bytes_
     return words
 
 

@@ -8,11 +8,12 @@ Shapes: T tokens of a rank, K top-k, E experts, G GPUs a node.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
+
+from railwave._check import check_non_negative_int, check_positive_int
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ def skewed_routing(
         >>> [len(topk_idx) for topk_idx in routing.topk_idx]
         [8, 4, 4, 8]
     """
-    num_ranks = check_int("num_ranks", num_ranks, 1)
-    num_tokens = check_int("num_tokens", num_tokens, 0)
-    num_experts = check_int("num_experts", num_experts, 1)
-    top_k = check_int("top_k", top_k, 1)
-    gpus_per_node = check_int("gpus_per_node", gpus_per_node, 1)
+    num_ranks = check_positive_int(num_ranks, "num_ranks")
+    num_tokens = check_non_negative_int(num_tokens, "num_tokens")
+    num_experts = check_positive_int(num_experts, "num_experts")
+    top_k = check_positive_int(top_k, "top_k")
+    gpus_per_node = check_positive_int(gpus_per_node, "gpus_per_node")
     generator = make_generator(seed)
     if top_k > num_experts:
         raise ValueError(f"top_k must be at most num_experts ({num_experts}), got {top_k}")
@@ -138,20 +139,9 @@ def distinct_experts(
     return torch.topk(log_popularity + gumbel, top_k, dim=1).indices
 
 
-def check_int(name: str, value: int, lowest: int) -> int:
-    """Return value as an int, refusing anything that is not an integer or is below lowest."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if number < lowest:
-        raise ValueError(f"{name} must be at least {lowest}, got {number}")
-    return number
-
-
 def make_generator(seed: int) -> torch.Generator:
     """Return a CPU generator started from seed."""
-    seed = check_int("seed", seed, 0)
+    seed = check_non_negative_int(seed, "seed")
     if seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, got {seed}")
     return torch.Generator().manual_seed(seed)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from railwave.workloads.routing import check_int, make_generator
+from railwave._check import check_non_negative_int, check_positive_int
+from railwave.workloads.routing import make_generator
 
 MAX_COUNT = 2**53  # trace files hold counts as floats: exact up to here
 _SWAP_ROUNDS_PER_COLUMN = 16  # on the real trace, which experts meet in a token settles by 4
@@ -32,7 +33,7 @@ def tokens_from_counts(counts_row: torch.Tensor, top_k: int, *, seed: int) -> to
         >>> tokens_from_counts(torch.tensor([0, 2, 2]), 2, seed=0).sort(dim=1).values.tolist()
         [[1, 2], [1, 2]]
     """
-    top_k = check_int("top_k", top_k, 1)
+    top_k = check_positive_int(top_k, "top_k")
     generator = make_generator(seed)
     check_counts("counts_row", counts_row)
     if counts_row.dim() != 1:
@@ -75,7 +76,7 @@ def subsample(topk_idx: torch.Tensor, num_tokens: int, *, seed: int) -> torch.Te
         >>> subsample(torch.tensor([[3], [1], [2]]), 3, seed=0).tolist()
         [[3], [1], [2]]
     """
-    num_tokens = check_int("num_tokens", num_tokens, 0)
+    num_tokens = check_non_negative_int(num_tokens, "num_tokens")
     generator = make_generator(seed)
     if num_tokens > len(topk_idx):
         raise ValueError(

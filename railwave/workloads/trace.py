@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from railwave.workloads.routing import check_int, distinct_experts, zipf_log_popularity
+from railwave._check import check_non_negative_int, check_positive_int
+from railwave.workloads.routing import distinct_experts, zipf_log_popularity
 from railwave.workloads.tokens import MAX_COUNT, check_counts
 
 _FILE_NAME = re.compile(r"table_iter(0|[1-9][0-9]*)_rank(0|[1-9][0-9]*)\.log")
@@ -56,9 +57,9 @@ def read_counts(
     Example: files with the lines `0:[[3.0, 1.0]]` (rank 0) and `0:[[0.0, 4.0]]` (rank 1) give
         [[3, 1], [0, 4]] for layer 0.
     """
-    iteration = check_int("iteration", iteration, 0)
-    layer = check_int("layer", layer, 0)
-    micro_batch = check_int("micro_batch", micro_batch, 0)
+    iteration = check_non_negative_int(iteration, "iteration")
+    layer = check_non_negative_int(layer, "layer")
+    micro_batch = check_non_negative_int(micro_batch, "micro_batch")
     rows = []
     for path in _files_of_iteration(folder, iteration):
         layers = _read_layers(path)
@@ -96,7 +97,7 @@ def write_counts(folder: str | os.PathLike, iteration: int, counts: torch.Tensor
     Example: counts [[[[3, 1]]]] give the file table_iter0_rank0.log with the line
         `0:[[3.0, 1.0]]` for iteration 0.
     """
-    iteration = check_int("iteration", iteration, 0)
+    iteration = check_non_negative_int(iteration, "iteration")
     check_counts("counts", counts)
     if counts.dim() != 4 or counts.numel() == 0:
         raise ValueError(
@@ -150,7 +151,7 @@ def generate_trace(
     """
     sizes = dict(ranks=ranks, layers=layers, micro_batches=micro_batches, experts=experts)
     for name, value in dict(sizes, tokens=tokens, top_k=top_k).items():
-        check_int(name, value, 1)
+        check_positive_int(value, name)
     if top_k > experts:
         raise ValueError(f"top_k must be at most experts ({experts}), got {top_k}")
     # numpy promises that RandomState's numbers never change; torch promises nothing of its own.
