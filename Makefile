@@ -64,5 +64,7 @@ $(STAMP): $(TESTED) pyproject.toml
 	@# torch alone first: a CUDA build's exact pin on triton would rule out the tested triton.
 	@$(PY) -m pip install "$$(grep '^torch==' $(TESTED))"
 	@grep -v '^torch==' $(TESTED) | $(PY) -m pip install --quiet --requirement /dev/stdin
-	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@# compat: a plain path entry, which a folder named railwave beside a script can't hide.
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation \
+		--config-settings editable_mode=compat --editable .
 	@touch $@
