@@ -84,8 +84,10 @@ def _legend(report: Report) -> list[str]:
     return [
         f"bars: the rails of node {report.paths[0].hot_node}, which has the most loaded one: shares "
         "by the owners' rails -> as put",
-        "rho_g: busiest rail of any node / mean over all; above 1 too where nodes send unequal amounts",
-        "kappa: busiest receiving node of a window / mean; waves leave it, they lower fan-in: the most",
+        "rho_g: busiest rail of any node / mean over all; above 1 too where nodes send unequal "
+        "amounts",
+        "kappa: busiest receiving node of a window / mean; waves leave it, they lower fan-in: the "
+        "most",
         "nodes sending to one rail of a node at the same time. quota spread, relocated: in records",
     ]
 
