@@ -82,8 +82,8 @@ def _rails(shares: Sequence[float], *, top: float, levels: str, with_range: bool
 
 def _legend(report: Report) -> list[str]:
     return [
-        f"bars: the rails of node {report.paths[0].hot_node}, which has the most loaded one: shares "
-        "by the owners' rails -> as put",
+        f"bars: the rails of node {report.paths[0].hot_node}, which has the most loaded one: "
+        "shares by the owners' rails -> as put",
         "rho_g: busiest rail of any node / mean over all; above 1 too where nodes send unequal "
         "amounts",
         "kappa: busiest receiving node of a window / mean; waves leave it, they lower fan-in: the "
