@@ -1,5 +1,7 @@
 """The command line: `railwave demo` on made-up routing, `railwave replay` on recorded counts.
 
+`railwave clean` removes the shared memory that killed processes left.
+
 Exit codes: 0, every path is verified; 1, one is not; 2, a mistake in the call.
 """
 
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv)
         with _logging(args.verbose):
-            return _run(args)
+            return args.command(args)
     except (ValueError, TypeError, OSError) as error:
         return _refuse(str(error))
     except (RuntimeError, MemoryError) as error:
@@ -83,6 +85,17 @@ def _run(args: argparse.Namespace) -> int:
         write_json(args.json, {"paths": by_path, "config": _config(args, case)})
     print_report(report, seconds=time.perf_counter() - began_s)
     return 0 if report.verified else 1
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from railwave.heap import shm
+
+    removed = shm.clean()
+    for path in removed:
+        print(f"removed {path}")
+    if not removed:
+        print(f"nothing of yours to remove in {shm.FOLDER}")
+    return 0
 
 
 def _processes(num_phases: int) -> int:
@@ -153,7 +166,7 @@ def _paths(given: Sequence[str] | None) -> list[str]:
 
 def _config(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """Return what the run can be repeated from."""
-    left_out = ("json", "verbose", "path", "processes", "make_case")
+    left_out = ("json", "verbose", "path", "processes", "command", "make_case")
     config = {name: value for name, value in vars(args).items() if name not in left_out}
     return {**config, "rails": case.topo.rails_per_node, "version": __version__}
 
@@ -237,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="made-up routing, uneven over rails and experts", formatter_class=_Help
     )
-    demo.set_defaults(make_case=_demo)
+    demo.set_defaults(command=_run, make_case=_demo)
     _add_cluster(demo, nodes=4, gpus=8)
     demo.add_argument("--tokens", type=int, default=64, help="the most tokens of a rank")
     demo.add_argument("--experts", type=int, default=64, help="experts of the cluster")
@@ -250,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     replay = commands.add_parser(
         "replay", help="recorded expert counts, as a trace folder has them", formatter_class=_Help
     )
-    replay.set_defaults(make_case=_replay)
+    replay.set_defaults(command=_run, make_case=_replay)
     replay.add_argument(
         "folder",
         help="holds table_iter<I>_rank<r>.log for every rank; a line is layer:[[counts], ...]",
@@ -273,6 +286,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--topk", type=int, default=2, help="experts of a token in the trace")
     _add_common(replay)
+
+    clean = commands.add_parser(
+        "clean", help="remove shared memory that killed processes of yours left on this machine"
+    )
+    clean.set_defaults(command=_clean)
+    _add_verbose(clean)
     return parser
 
 
@@ -317,4 +336,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="paths that run side by side (default: as many as cores, 1 for a small run)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the report there too")
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to stderr")

@@ -1,6 +1,7 @@
 """What every test starts from: one thread, a seed of its own, Hypothesis without a clock."""
 
 import os
+import tempfile
 import zlib
 
 import pytest
@@ -25,3 +26,10 @@ def poison_empty():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def shm_folder():
+    """Make a folder in shared memory for `railwave.heap.shm.FOLDER`: other jobs are not in it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder

@@ -1,0 +1,189 @@
+"""A symmetric heap in POSIX shared memory: one process per PE, all on one host.
+
+Every PE makes one file of its own in /dev/shm (mode 0600, an unguessable name agreed through the
+group), maps all the others', and removes its name once everybody has mapped it. From then on
+nothing can be left behind, however a process ends. A kill between making and removing leaves a
+file; `clean` removes it: each process holds a lock on what it has open, so a file without a lock
+belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from railwave.heap.layout import Layout
+
+FOLDER = "/dev/shm"
+_NAME = re.compile(r"railwave-(\d+)-[0-9a-f]{32}-\d+")
+
+Gather = Callable[[Any], list[Any]]  # one object per PE in, all PEs' objects out: collective
+
+
+class ShmHeap:
+    """This PE's block of shared memory, and every other PE's, mapped.
+
+    Making one is collective: every PE calls it at the same place, and all of them raise if any
+    fails. Closing is not.
+
+    Args:
+        pe: this PE's number; num_pes: W.
+        layout: the regions of every PE.
+        gather: exchanges one object per PE.
+
+    Raises:
+        MemoryError: there is less room in /dev/shm than the heaps need.
+        RuntimeError: the PEs are not on one host, or one of them could not make or map a file.
+
+    Attributes:
+        bases: (W,) int64, this process's address of every PE's heap.
+    """
+
+    def __init__(self, pe: int, num_pes: int, layout: Layout, *, gather: Gather) -> None:
+        self.layout, self.pe = layout, pe
+        self._maps: list[mmap.mmap] = []
+        self._blocks: list[torch.Tensor] = []
+        host = (socket.gethostname(), _boot_id())
+        token, free = secrets.token_hex(16), _free_bytes()
+        peers = gather((host, token, free))
+        _check_one_host([peer[0] for peer in peers])
+        _check_room(layout.size * num_pes, min(peer[2] for peer in peers))
+        prefix = f"{FOLDER}/railwave-{os.getuid()}-{peers[0][1]}"
+        paths = [f"{prefix}-{peer}" for peer in range(num_pes)]
+        files: list[int] = []
+        try:
+            self._together(gather, "make", lambda: files.append(_make(paths[pe], layout.size)))
+            self._together(gather, "map", lambda: self._map_all(paths, files))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if files:
+                with suppress(FileNotFoundError):  # `clean` came between making and locking it
+                    os.unlink(paths[pe])
+            for file in files:
+                os.close(file)
+        addresses = [block.data_ptr() for block in self._blocks]
+        self.bases = torch.tensor(addresses, dtype=torch.int64)
+
+    def _together(self, gather: Gather, what: str, step: Callable[[], None]) -> None:
+        """Take a step; raise on every PE if it failed on any."""
+        try:
+            step()
+            error = ""
+        except OSError as caught:
+            error = str(caught)
+        failed = {peer: text for peer, text in enumerate(gather(error)) if text}
+        if failed:
+            raise RuntimeError(f"could not {what} shared memory in {FOLDER}; by rank: {failed}")
+
+    def _map_all(self, paths: list[str], files: list[int]) -> None:
+        for peer, path in enumerate(paths):
+            if peer != self.pe:
+                files.append(_open(path, self.layout.size))
+            block = mmap.mmap(files[0 if peer == self.pe else -1], self.layout.size)
+            self._maps.append(block)
+            self._blocks.append(torch.frombuffer(block, dtype=torch.uint8))
+
+    def memory(self, pe: int) -> torch.Tensor:
+        """Return all of a PE's heap: (layout.size,) uint8."""
+        return self._blocks[pe]
+
+    def region(self, pe: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a region of a PE's heap as a flat view of `dtype`."""
+        region = self.layout.regions[name]
+        return self._blocks[pe][region.offset : region.offset + region.size].view(dtype)
+
+    def close(self) -> None:
+        """Unmap everything. Local: other PEs' mappings stay."""
+        self._blocks.clear()
+        for block in self._maps:
+            with suppress(BufferError):  # a traceback still shows a view: unmapped with it
+                block.close()
+        self._maps.clear()
+
+
+def clean() -> list[str]:
+    """Remove what killed processes of this user left in /dev/shm; return the paths.
+
+    Only files that no process has open any more: a file's users hold a lock on it.
+    """
+    removed = []
+    for name in sorted(os.listdir(FOLDER)):
+        match = _NAME.fullmatch(name)
+        if not match or int(match[1]) != os.getuid():
+            continue
+        path = f"{FOLDER}/{name}"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # removed meanwhile, or not ours
+        try:
+            if os.fstat(file).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                removed.append(path)
+        except (BlockingIOError, FileNotFoundError):
+            pass  # in use, or removed meanwhile
+        finally:
+            os.close(file)
+    return removed
+
+
+def _make(path: str, size: int) -> int:
+    """Make a file that did not exist, with all its memory; return its descriptor, locked."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS later
+    except OSError:
+        os.unlink(path)
+        os.close(file)
+        raise
+    return file
+
+
+def _open(path: str, size: int) -> int:
+    """Open a peer's file; refuse one that is not what the peer made."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    info = os.fstat(file)
+    if info.st_uid != os.getuid() or info.st_size != size:
+        os.close(file)
+        raise OSError(f"{path} belongs to user {info.st_uid} with {info.st_size} bytes")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _free_bytes() -> int:
+    stat = os.statvfs(FOLDER)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _check_one_host(hosts: list[Any]) -> None:
+    if len(set(hosts)) > 1:
+        names = [host[0] for host in hosts]
+        raise RuntimeError(f"shared memory needs all ranks on one host, got {names}")
+
+
+def _check_room(need: int, free: int) -> None:
+    if need > free:
+        raise MemoryError(
+            f"the heaps of all ranks need {need} bytes of {FOLDER}, of which {free} are free; make "
+            "it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm), or lower "
+            "max_tokens_per_rank, hidden or top_k"
+        )
