@@ -16,7 +16,7 @@ VENV_OK := import importlib.metadata as m, sys, pip; sys.exit(not ( \
 	sys.version_info >= (3, 11) and sys.prefix != sys.base_prefix and m.files("pip")))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test soak lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
@@ -29,6 +29,9 @@ demo: $(STAMP) ## Dispatch and combine on every path, checked against a dense re
 
 test: $(STAMP) ## Run the tests
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS)
+
+soak: $(STAMP) ## Run the tests that take minutes
+	RAILWAVE_TEST_SLACK_S=0 $(VENV)/bin/pytest -m soak
 
 lint: $(STAMP) ## Check style and format
 	$(VENV)/bin/ruff check .

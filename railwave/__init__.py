@@ -5,8 +5,14 @@ node's records are spread over its rails. See README.md for an example.
 """
 
 import logging as _logging
+from typing import Any
+
+import torch
 
 from railwave._version import __version__ as __version__
+from railwave.communicator import Communicator as Communicator
+from railwave.errors import PeerError as PeerError
+from railwave.errors import PeerTimeoutError as PeerTimeoutError
 from railwave.handle import Handle as Handle
 from railwave.handle import Received as Received
 from railwave.sched import Plan as Plan
@@ -14,7 +20,58 @@ from railwave.sched import plan as plan
 from railwave.topology import Topology as Topology
 from railwave.world import LocalWorld as LocalWorld
 
-__all__ = ["Handle", "LocalWorld", "Plan", "Received", "Topology", "__version__", "plan"]
+__all__ = [
+    "Communicator",
+    "Handle",
+    "LocalWorld",
+    "PeerError",
+    "PeerTimeoutError",
+    "Plan",
+    "Received",
+    "Topology",
+    "__version__",
+    "combine",
+    "dispatch",
+    "finalize",
+    "init",
+    "plan",
+]
+
+_default: Communicator | None = None
+
+
+def init(topo: Topology, **arguments: Any) -> Communicator:
+    """Make a `Communicator` and the default of `dispatch` and `combine`. All ranks call it."""
+    global _default
+    _default = Communicator(topo, **arguments)
+    return _default
+
+
+def dispatch(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, path: str = "joint"
+) -> Received:
+    """Call `Communicator.dispatch` of the default one."""
+    return _current().dispatch(x, topk_idx, topk_weights, path=path)
+
+
+def combine(out: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Call `Communicator.combine` of the default one."""
+    return _current().combine(out, handle)
+
+
+def finalize() -> None:
+    """Close the default communicator, if there is one."""
+    global _default
+    if _default is not None:
+        _default.close()
+        _default = None
+
+
+def _current() -> Communicator:
+    if _default is None:
+        raise RuntimeError("call railwave.init(...) first, on all ranks")
+    return _default
+
 
 # Silent unless the caller's program asks for logs.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())

@@ -5,6 +5,7 @@ Letters: W ranks, E experts, K top-k, T tokens, H hidden.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,6 @@ def check_dispatch(
     Raises:
         TypeError, ValueError: see `LocalWorld.dispatch`.
     """
-    if path not in config.paths:
-        raise ValueError(f"path must be one of {', '.join(config.paths)}, got {path!r}")
     lists = {"xs": xs, "topk_idxs": topk_idxs, "topk_weights": topk_weights}
     for name, values in lists.items():
         _check_list(values, name, config.topo.num_ranks)
@@ -55,6 +54,8 @@ def check_call(
     where: str = "",
 ) -> Call:
     """Check one rank's arguments; `where` follows their names in messages."""
+    if path not in config.paths:
+        raise ValueError(f"path must be one of {', '.join(config.paths)}, got {path!r}")
     x_name, idx_name, weights_name = (f"{n}{where}" for n in ("x", "topk_idx", "topk_weights"))
     if where:
         x_name, idx_name = f"xs{where}", f"topk_idxs{where}"
@@ -93,7 +94,9 @@ def check_call(
             f"{topk_idx[row].tolist()} in row {row}"
         )
     fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
-    return Call(_plain(x), _plain(topk_idx), _plain(topk_weights).float(), path, fmt)
+    agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k}"
+    status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
+    return Call(plain(x), plain(topk_idx), plain(topk_weights).float(), path, fmt, status)
 
 
 def check_combine(
@@ -110,13 +113,7 @@ def check_combine(
     _check_list(outs, "outs", config.topo.num_ranks)
     _check_list(handles, "handles", config.topo.num_ranks)
     for rank, handle in enumerate(handles):
-        if not isinstance(handle, Handle):
-            raise TypeError(
-                f"handles[{rank}] must be a Handle, as in received[{rank}].handle, got "
-                f"{type(handle).__name__}"
-            )
-        if handle.exchange is not exchanges[rank]:
-            raise ValueError(f"handles[{rank}] must come from this world's dispatch, at this rank")
+        check_handle(handle, exchanges[rank], name=f"handles[{rank}]", received=f"received[{rank}]")
         if handle.epoch != handles[0].epoch:
             raise ValueError(
                 f"handles must be of one dispatch, got dispatch {handle.epoch} at rank "
@@ -126,7 +123,17 @@ def check_combine(
         check_out(config, out, handle, name=f"outs[{rank}]")
         _check_same("outs", "dtype", rank, out.dtype, outs[0].dtype)
         _check_same("outs", "hidden size", rank, out.shape[1], outs[0].shape[1])
-    return [_plain(out) for out in outs]
+    return [plain(out) for out in outs]
+
+
+def check_handle(handle: Handle, exchange: Any, *, name: str, received: str) -> None:
+    """Check that a handle is of the PE `exchange`; `received` is what a caller has it from."""
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"{name} must be a Handle, as in {received}.handle, got {type(handle).__name__}"
+        )
+    if handle.exchange is not exchange:
+        raise ValueError(f"{name} must come from a dispatch of this object, at this rank")
 
 
 def check_out(config: Config, out: torch.Tensor, handle: Handle, *, name: str) -> None:
@@ -166,7 +173,7 @@ def _check_matrix(value: Any, name: str) -> None:
         )
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
+def plain(value: torch.Tensor) -> torch.Tensor:
     """Detach; carry out a negation or conjugation that torch has only noted in a flag."""
     return value.detach().resolve_conj().resolve_neg()
 

@@ -249,7 +249,7 @@ class Config:
             staged = max(staged, (topo.nodes - 1) * self.proxy_records)
         staging = staged * widest.RECORD_WORDS * 4 if topo.nodes > 1 else 0
         words = {
-            **dict.fromkeys(("notify", "grant"), W),
+            **dict.fromkeys(("notify", "grant", "present"), W),
             **dict.fromkeys(("packed", "delivered"), G),
             **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),
             "arrived": topo.nodes * S.CHUNKS,

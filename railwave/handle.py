@@ -54,3 +54,4 @@ class Call:
     topk_weights: torch.Tensor  # (T, K) float32
     path: str
     fmt: Format
+    status: int  # what all ranks' calls must agree on, as a number; negative for a wrong call

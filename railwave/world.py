@@ -6,6 +6,7 @@ Letters: N nodes, G GPUs a node, W = N * G ranks, E experts, K top-k, T tokens, 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from railwave.topology import Topology
 from railwave.traffic import Traffic, TrafficRecorder
 
 DEADLINE_S = 10.0  # no kernel waits here: its words are there before it is launched
+
+_RUNNING = threading.Lock()
 
 
 class LocalWorld:
@@ -155,6 +158,17 @@ class LocalWorld:
 
     def _run(self, stages: list[Stages]) -> list[Any]:
         """Run all PEs' stages to their end, each when the words that it waits for are there."""
+        if not _RUNNING.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread runs a dispatch or combine; Triton's interpreter takes one at a "
+                "time"
+            )
+        try:
+            return self._run_alone(stages)
+        finally:
+            _RUNNING.release()
+
+    def _run_alone(self, stages: list[Stages]) -> list[Any]:
         if self._interrupted:
             raise RuntimeError(
                 "a dispatch or combine of this world was interrupted: make a new LocalWorld"

@@ -1,5 +1,7 @@
 """Bad input is refused with the argument's name, the rule and the value, before anything moves."""
 
+import threading
+
 import pytest
 import torch
 
@@ -112,7 +114,7 @@ def test_dispatch_refuses_lists_and_paths(world, batch):
     no(ValueError, "topk_idxs must have one top-k on all ranks, got 2 at rank 0", xs, *narrow)
 
 
-def test_too_many_tokens_says_what_to_raise_and_what_it_costs(world, batch):
+def test_case_d3_too_many_tokens_says_what_to_raise_and_what_it_costs(world, batch):
     with pytest.raises(ValueError, match=r"raise max_tokens_per_rank, at about \d+ bytes of heap"):
         world.dispatch([ones(4, 4)] * 2, [ones(4, 2).long()] * 2, [ones(4, 2)] * 2)
 
@@ -146,8 +148,8 @@ def test_combine_refuses(world, batch, handles, other):
         handles=["a", "b"],
     )
     no(ValueError, "handles must have one entry per rank (2), got 1", handles=handles[:1])
-    no(ValueError, "handles[0] must come from this world's dispatch", handles=other)
-    no(ValueError, "handles[0] must come from this world's dispatch", handles=handles[::-1])
+    no(ValueError, "handles[0] must come from a dispatch of this object", handles=other)
+    no(ValueError, "handles[0] must come from a dispatch of this object", handles=handles[::-1])
 
 
 def test_handles_of_two_dispatches_are_refused_and_the_next_call_works(world, batch, handles):
@@ -225,7 +227,7 @@ def test_a_world_refuses_paths_that_it_was_not_made_for(caplog):
         LocalWorld(Topology(3, 1, 1), **sizes, paths=("waves",))
 
 
-def test_uneven_rails_are_warned_of(caplog):
+def test_case_k1_uneven_rails_are_warned_of(caplog):
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 1}
     LocalWorld(Topology(1, 3, 2), **sizes)
     assert "rails have different numbers of GPUs: ((0, 1), (2,))" in caplog.text
@@ -238,3 +240,29 @@ def test_order_must_choose():
     sizes = {"num_experts": 2, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 1}
     with pytest.raises(TypeError, match="order must have a method choice"):
         LocalWorld(Topology(1, 1, 1), **sizes, order=5)
+
+
+def test_case_n5_a_second_thread_is_refused():
+    class Meddler:
+        refused = None
+
+        def choice(self, ready):
+            if self.refused is None:
+                self.refused = ""
+                thread = threading.Thread(target=self.meddle)
+                thread.start()
+                thread.join()
+            return ready[0]
+
+        def meddle(self):
+            try:
+                world.dispatch(*call)
+            except RuntimeError as error:
+                self.refused = str(error)
+
+    meddler = Meddler()
+    sizes = {"num_experts": 1, "top_k": 1, "hidden": 4, "max_tokens_per_rank": 1}
+    world = LocalWorld(Topology(1, 1, 1), **sizes, order=meddler)
+    call = ([ones(1, 4)], [ids([0])], [torch.ones(1, 1)])
+    assert len(world.dispatch(*call)[0].x) == 1
+    assert "another thread runs" in meddler.refused

@@ -328,7 +328,7 @@ def all_upper_halves(*lower):
     return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
 
 
-def test_bfloat16_is_rounded_as_by_torch():
+def test_case_n2_bfloat16_is_rounded_as_by_torch():
     """Ties to even and odd, one above and below them, exact, subnormal, overflow, inf, NaN."""
     acc = all_upper_halves(0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     y = run_final(acc, torch.bfloat16, block=2**16)
@@ -354,7 +354,7 @@ def test_float32_is_copied():
     assert same_bytes(run_final(acc, torch.float32, block=2**16), acc)
 
 
-def test_rounding_errors_of_a_sum_do_not_grow():
+def test_case_c5_rounding_errors_of_a_sum_do_not_grow():
     """Case C5: 8 rows of one token: bfloat16 sums would lose 2**-8 each time."""
     config = make_config(1, 8, 8, hidden=1, top_k=8)
     memory = Memory(config)

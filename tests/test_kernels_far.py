@@ -72,7 +72,7 @@ def far_tokens(token):
     return pack.Tokens(words, topk_idx, weights)
 
 
-def test_count(world):
+def test_case_d1_count(world):
     counts, record_token = torch.zeros(1 + 4 + 4 + 8, dtype=torch.int32), sparse(4, T)
     tables = world.config.tables
     KERNELS.count.count(
@@ -84,7 +84,7 @@ def test_count(world):
     assert record_token[3, :2].tolist() == [0, 1]
 
 
-def test_pack(world):
+def test_case_d1_pack(world):
     token = T - 2
     counts, record_token, proxy, slot = one_record(3, token, LAST)
     row_index = sparse(T, 4)
@@ -102,7 +102,7 @@ def test_pack(world):
     assert send[0, LAST, FMT.META :][:2].tolist() == [0, 77]
 
 
-def test_local(world):
+def test_case_d1_local(world):
     token, row = T - 2, 2**29 + 3
     counts, record_token, _, _ = one_record(3, token, 0)
     row_index, row_start, own_rows = sparse(T, 4), torch.zeros(4, 1).int(), sparse(T, 1)
@@ -120,7 +120,7 @@ def test_local(world):
     assert stored[FMT.IDS :][:2].tolist() == [5, 6]
 
 
-def test_put(world):
+def test_case_d1_put(world):
     round_records = 2**27  # 8 GiB a peer
     send, recv = (
         world.region(offset, PEERS, round_records, FMT.RECORD_WORDS) for offset in (SEND, RECV)
@@ -141,7 +141,7 @@ def test_put(world):
     assert put_words.tolist() == [2**40] + [2**40 + 2 * FMT.RECORD_WORDS] * PEERS
 
 
-def test_unpack(world):
+def test_case_d1_unpack(world):
     round_records, first, row = 2**27, P - 1, 2**29 + 3
     recv = world.region(SEND, PEERS, round_records, FMT.RECORD_WORDS)
     recv[:, 0] = torch.arange(PEERS * FMT.RECORD_WORDS).view(PEERS, -1)
@@ -169,7 +169,7 @@ HIDDEN = 3
 SUM = torch.tensor([1.0, -2.0, 3.0])
 
 
-def test_own_and_take(world):
+def test_case_d1_own_and_take(world):
     token, row = T - 2, T - 5
     acc = sparse(T, HIDDEN, dtype=torch.float32)
     counts, record_token, proxy, slot = one_record(3, token, LAST)
@@ -197,7 +197,7 @@ def test_own_and_take(world):
     assert torch.equal(acc[token], 11 * SUM)
 
 
-def test_reduce(world):
+def test_case_d1_reduce(world):
     round_records, first, row, words = 2**27, P - 1, T - 5, FMT.RECORD_WORDS
     in_rows = sparse(4, P, 4)
     in_rows[:, first] = torch.tensor([row, -1, -1, -1])

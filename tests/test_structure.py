@@ -16,9 +16,9 @@ ROOT = Path(railwave.__file__).parent
 
 # A module imports only from those before it; a folder is one layer.
 LAYERS = (
-    *("_version", "_check", "topology", "sched", "kernels", "heap", "config", "handle"),
-    *("traffic", "exchange", "arguments", "world", "workloads", "reference", "cases"),
-    *("report", "table", "cli", "__main__"),
+    *("_version", "_check", "errors", "topology", "sched", "kernels", "heap", "config", "handle"),
+    *("traffic", "exchange", "arguments", "world", "communicator", "workloads", "reference"),
+    *("cases", "report", "table", "cli", "__main__"),
 )
 # The same within kernels/: they import one another relatively, so that each mode has its own.
 KERNEL_LAYERS = (
@@ -135,3 +135,11 @@ def test_modes_have_modules_of_their_own():
     for op in OPS:
         assert getattr(interpreted, op) is not getattr(compiled, op)
         assert getattr(interpreted, op) is getattr(load(interpret=True), op)
+
+
+def test_case_n1_no_kernel_uses_a_histogram():
+    """Interpreted, tl.histogram counts a value of num_bins in the last bin."""
+    for op in OPS:
+        assert "histogram" not in (
+            Path(__file__).parents[1] / "railwave" / "kernels" / f"{op}.py"
+        ).read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ CALLS = [
 ]
 
 
-def test_hidden_dtype_and_top_k_differ_per_call():
+def test_case_c1_hidden_dtype_and_top_k_differ_per_call():
     world = make_world(2, 1, 1, hidden=2880, dtype=torch.float32)
     for i, ((hidden, dtype, top_k), (out_hidden, out_dtype)) in enumerate(CALLS):
         batch = make_batch(world, [3, 4], hidden=hidden, dtype=dtype, top_k=top_k)
@@ -65,7 +65,7 @@ LAYOUTS = [every_other_column, transposed, split, expanded, inner_slice]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_any_strides(layout):
+def test_case_c3_any_strides(layout):
     world = make_world(2, 1, 1)
     plain = make_batch(world, 4)
     given = [[layout(tensor) for tensor in tensors] for tensors in plain.arguments]

@@ -90,7 +90,7 @@ def test_infinities_and_nan_are_summed_as_by_the_reference():
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
-def test_repeated_and_absent_ids(ids):
+def test_case_b1_repeated_and_absent_ids(ids):
     """Row 0 names an expert three times, row 1 none, row 2 two of one rank, one of another node."""
     world = make_world(2, 2, 2)
     topk = torch.tensor([[7, 7, 7], [-1, -1, -1], [0, 1, 4], [-1, 5, -1]])
@@ -105,7 +105,7 @@ def test_repeated_and_absent_ids(ids):
 @pytest.mark.parametrize(
     "tokens", [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 3, 4]], ids=["none", "one", "half"]
 )
-def test_ranks_without_tokens(tokens):
+def test_case_a1_ranks_without_tokens(tokens):
     world = make_world(2, 2, 2)
     batch = make_batch(world, tokens)
     for path in ("native", "joint"):
@@ -113,7 +113,7 @@ def test_ranks_without_tokens(tokens):
         assert [y.shape for y in ys] == [(T, 8) for T in tokens]
 
 
-def test_all_tokens_to_one_expert_beyond_every_tile():
+def test_case_d2_all_tokens_to_one_expert_beyond_every_tile():
     """More records than a chunk, a tile of rows and a step of count hold."""
     T = 2 * INTERPRETED.block_t + 3
     world = make_world(2, 2, 2, max_tokens_per_rank=T, top_k=2, hidden=3)

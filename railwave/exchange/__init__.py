@@ -10,10 +10,11 @@ comes to an end.
 
 from railwave.exchange.combine import combine as combine
 from railwave.exchange.dispatch import dispatch as dispatch
+from railwave.exchange.pe import CallsDiffer as CallsDiffer
 from railwave.exchange.pe import Exchange as Exchange
 from railwave.exchange.pe import Observer as Observer
 from railwave.exchange.pe import Stages as Stages
 from railwave.exchange.pe import Wait as Wait
 from railwave.exchange.pe import Waits as Waits
 
-__all__ = ["Exchange", "Observer", "Stages", "Wait", "Waits", "combine", "dispatch"]
+__all__ = ["CallsDiffer", "Exchange", "Observer", "Stages", "Wait", "Waits", "combine", "dispatch"]

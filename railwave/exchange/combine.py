@@ -29,8 +29,12 @@ class _Sums:
     row_words: int  # 32-bit words from one row, or one sum, to the next
 
 
-def combine(pe: Exchange, out: torch.Tensor, handle: Handle) -> Stages:
-    """Run one PE's combine; the generator's value is (T, H)."""
+def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0) -> Stages:
+    """Run one PE's combine; the generator's value is (T, H).
+
+    A PE that does not see the others' arguments compares `status` with theirs before it reads any
+    rows; so of a wrong call only the handle's loads need to make sense.
+    """
     rounds = pe.config.rounds(handle.path)
     acc = torch.zeros(handle.num_tokens, out.shape[1], dtype=torch.float32, device=pe.device)
     words = as_words(out)
@@ -38,6 +42,10 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle) -> Stages:
     pe.put_words.zero_()
     _copy_in(sums, words)
     pe.tell("rows_in", handle.out_load, grant_waves=rounds[0].num_peers if rounds else 0)
+    if pe.alone:
+        yield from pe.notify_status(status)
+        yield pe.all_wait("notify", 0)
+        pe.check_same_call(status)
     yield pe.all_wait("rows_in", 1)
 
     _own(sums)
@@ -71,6 +79,7 @@ def _copy_in(sums: _Sums, words: torch.Tensor) -> None:
         me=pe.pe,
         rows_off=pe.heap.layout["rows"],
         row_words=sums.row_words,
+        notified=pe.alone,
         block_w=pe.config.tiles.block_w,
         **pe.tiles(),
     )

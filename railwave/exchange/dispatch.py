@@ -41,6 +41,7 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
         **notified_word,
     )
     pe.kernels.quota.arrivals(*(pe.heap.bases, pe.state, pe.expert_start, pe.plan), **notified)
+    pe.check_same_call(call.status)
     handle = _match(pe, call, record_token)
     tokens = pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
     if rounds:
@@ -72,7 +73,7 @@ def _count(pe: Exchange, call: Call) -> torch.Tensor:
     pe.kernels.count.count(
         *(call.topk_idx, pe.expert_rank, pe.expert_pos),
         *(pe.counts, record_token, pe.row_index, pe.state),
-        status=0,
+        status=call.status,
         shape=S,
         block_t=tiles.block_t,
         block_n=tiles.block_n,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from railwave.config import Config, Round
-from railwave.heap import LocalHeap
+from railwave.heap import LocalHeap, ShmHeap
 from railwave.kernels import load
 
 
@@ -39,6 +39,10 @@ class Observer(Protocol):
     def arrived(self, pe: int, peer: int, *, rail: int) -> None: ...
 
 
+class CallsDiffer(Exception):
+    """Ranks called with arguments that do not fit together; nothing has moved. For the driver."""
+
+
 class Exchange:
     """One PE: its part of the heap, its tables and its kernels.
 
@@ -48,10 +52,21 @@ class Exchange:
         pe: this PE's number.
         device: where its tensors live; on a CPU the kernels are interpreted.
         deadline_s: how long a wait may take, in seconds.
+
+    Attributes:
+        alone: this process sees no other PE's arguments, so a phase must compare them.
     """
 
+    alone = False
+
     def __init__(
-        self, config: Config, heap: LocalHeap, pe: int, *, device: torch.device, deadline_s: float
+        self,
+        config: Config,
+        heap: LocalHeap | ShmHeap,
+        pe: int,
+        *,
+        device: torch.device,
+        deadline_s: float,
     ) -> None:
         self.config, self.heap, self.pe, self.device = config, heap, pe, device
         self.kernels = load(interpret=device.type == "cpu")
@@ -194,6 +209,32 @@ class Exchange:
             grant_waves=grant_waves,
             shape=self.config.shape,
         )
+
+    def notify_status(self, status: int) -> Stages:
+        """Tell all ranks a status alone: a notify without counts, forwarded at once."""
+        layout, S = self.heap.layout, self.config.shape
+        where = {"me": self.pe, "notify_off": layout["messages"], "word_off": layout["notify"]}
+        self.counts.zero_()
+        self.counts[0] = status
+        self.kernels.notify.notify(
+            *(self.heap.bases, self.state, self.counts, self.expert_start), **where, shape=S
+        )
+        yield self.rail_wait("notify", 0)
+        self.kernels.notify.forward(
+            *(self.heap.bases, self.state), **where, shape=S, block_n=self.config.tiles.block_n
+        )
+
+    def check_same_call(self, own: int) -> None:
+        """Compare what all ranks said of their calls in notify.
+
+        Raises:
+            CallsDiffer: on every rank, at the same stage, when one differs or is wrong.
+        """
+        messages = self.heap.region(self.pe, "messages", torch.int32)
+        area = int(self.state[self.kernels.wire.NOTIFIES.value]) % 2
+        statuses = messages.view(2, self.config.topo.num_ranks, -1)[area, :, 0].tolist()
+        if self.alone and any(status != own or status < 0 for status in statuses):
+            raise CallsDiffer(statuses)
 
     def failure(self) -> str:
         """Say what the phase's first wait past its deadline waited for; "" if there was none."""

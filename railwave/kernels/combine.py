@@ -21,6 +21,7 @@ from .shape import Shape, pow2
 from .wire import (
     EPOCH,
     FAILED,
+    NOTIFIES,
     RETURNED,
     ROWS_IN,
     ROWS_READ,
@@ -107,12 +108,15 @@ def _copy_in_kernel(
     S: tl.constexpr,
     X_WORDS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
+    NOTIFIED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Copy this PE's expert outputs into its rows region. The phase's first kernel."""
     if i64(tl.program_id(0)) == 0:
         tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
+        if NOTIFIED:
+            tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
         tl.store(state_ptr + FAILED, 0)
     dst = tl.load(bases_ptr + i64(me)) + rows_off
     dst_ptr = dst.to(tl.pointer_type(tl.int32))
@@ -342,6 +346,7 @@ def copy_in(
     me: int,
     rows_off: int,
     row_words: int,
+    notified: bool,
     shape: Shape,
     programs: int,
     block_m: int,
@@ -354,6 +359,7 @@ def copy_in(
         state: (STATE_WORDS,) int64 of this PE.
         words: (rows, X_WORDS) int32, the outputs as words, rows at any stride.
         rows_off: byte offset of the rows region; row_words: words from one row to the next.
+        notified: a notify goes with this phase, so its number advances too.
         programs, block_m, block_w: programs, rows and words a tile.
     """
     _copy_in_kernel[(programs,)](
@@ -361,6 +367,7 @@ def copy_in(
         S=shape,
         X_WORDS=words.shape[1],
         ROW_WORDS=row_words,
+        NOTIFIED=notified,
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(words.shape[1])),
     )

@@ -1,0 +1,53 @@
+"""What users get: a wheel that works by itself, and examples that run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+TINY = """
+import torch, railwave
+assert railwave.__file__.startswith({site!r}), railwave.__file__
+world = railwave.LocalWorld(railwave.Topology(2, 1, 1), num_experts=2, top_k=1, hidden=2,
+                            max_tokens_per_rank=1)
+received = world.dispatch([torch.ones(1, 2)[:, :1].bfloat16()] * 2, [torch.tensor([[1]])] * 2,
+                          [torch.ones(1, 1)] * 2)
+print([len(r.x) for r in received])
+"""
+
+
+def test_the_wheel_works_outside_the_checkout(tmp_path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    plain = ["--no-deps", "--no-build-isolation"]
+    source = tmp_path / "source"
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.split():
+        if name.startswith(("railwave/", "pyproject", "README", "LICENSE")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*pip, "wheel", *plain, "-w", tmp_path, source], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("railwave-*-py3-none-any.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", *plain, "--target", site, wheel], check=True, timeout=120)
+    assert (site / "railwave" / "py.typed").exists()
+    run = subprocess.run(
+        [sys.executable, "-c", TINY.format(site=str(site))],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120},
+    )
+    assert (run.stdout, run.stderr) == ("[0, 2]\n", "")
+
+
+def test_the_torchrun_example_runs():
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
+            ROOT / "examples" / "torchrun_dispatch.py",
+        ],
+        **{"capture_output": True, "text": True, "timeout": 180},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("4 ranks as 2 nodes; rows received: ")
+    assert float(run.stdout.split()[-1]) < 1e-4
