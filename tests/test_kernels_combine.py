@@ -106,8 +106,8 @@ def round_block(memory, pe, name, this, hidden, dtype, *, start=0):
 
 
 @settings(max_examples=40)
-@given(clusters(), st.integers(0, 9), st.data())
-def test_copy_in(cluster, num_rows, data):
+@given(clusters(), st.integers(0, 9), st.booleans(), st.data())
+def test_copy_in(cluster, num_rows, notified, data):
     config, dtype, hidden, sizes, memory = cluster
     me = data.draw(st.integers(0, config.topo.num_ranks - 1))
     row_words = row_bytes_of(hidden, dtype) // 4
@@ -115,16 +115,17 @@ def test_copy_in(cluster, num_rows, data):
     words = torch.randint(-(2**31), 2**31, (num_rows, row_words + 3)).int()
     words = words[:, : data.draw(st.integers(1, row_words))]
     memory.start()
-    state = make_state(epoch=6, failed=1)
+    state = make_state(epoch=6, notifies=4, failed=1)
     combine.copy_in(
         *(memory.bases, state, words),
         **{"me": me, "rows_off": memory.off("rows"), "row_words": row_words},
+        notified=notified,
         **{"shape": config.shape, "programs": sizes["programs"]},
         **{"block_m": sizes["block_m"], "block_w": sizes["block_h"]},
     )
     combine.copy_in_ref(memory.view(me, "rows", config.max_rows, row_words), words)
     memory.check()
-    assert torch.equal(state, make_state(epoch=7))
+    assert torch.equal(state, make_state(epoch=7, notifies=4 + notified))
 
 
 @settings(max_examples=40)
