@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from railwave._version import __version__
 
-# What needs torch, triton or rich is imported where it is used: help and mistakes come at once.
+# What needs triton or rich is imported where it is used; torch comes with the package (3 s).
 if TYPE_CHECKING:
     from railwave.cases import Case
     from railwave.report import Report

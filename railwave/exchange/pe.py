@@ -230,10 +230,12 @@ class Exchange:
         Raises:
             CallsDiffer: on every rank, at the same stage, when one differs or is wrong.
         """
+        if not self.alone:
+            return  # whoever drives all PEs has compared their arguments; spare reading the device
         messages = self.heap.region(self.pe, "messages", torch.int32)
         area = int(self.state[self.kernels.wire.NOTIFIES.value]) % 2
         statuses = messages.view(2, self.config.topo.num_ranks, -1)[area, :, 0].tolist()
-        if self.alone and any(status != own or status < 0 for status in statuses):
+        if any(status != own or status < 0 for status in statuses):
             raise CallsDiffer(statuses)
 
     def failure(self) -> str:

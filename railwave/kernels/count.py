@@ -134,7 +134,7 @@ def count(
         record_token: out, (N, S.T) int32: token of each record, per destination node.
         row_index: out, (S.T, W) int32: index of the token's row in its stream, -1 for none.
         state: (STATE_WORDS,) int64 of this PE; its epoch and notify number advance.
-        status: 0, or what is wrong with this rank's arguments.
+        status: what this rank says of its call (`Call.status`); negative for a wrong one.
         block_t: tokens per step, a power of two; results do not depend on it.
         block_n, block_e: nodes, experts per program, powers of two; results do not depend on them.
     """

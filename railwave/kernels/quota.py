@@ -43,7 +43,7 @@ class PlanTables:
     load: torch.Tensor  # (2N, G) records each GPU puts, kept and relocated
     row_start: torch.Tensor  # (W, G) first final slot of each source's rows at each GPU of the node
     received: torch.Tensor  # (1 + RANK_EXPERTS,) rows here, then slots of each expert here
-    status: torch.Tensor  # (W,) status of every rank's arguments
+    status: torch.Tensor  # (W,) what every rank said of its call
 
     @classmethod
     def empty(cls, shape: Shape, device: torch.device) -> "PlanTables":
