@@ -5,7 +5,9 @@ node's records are spread over its rails. See README.md for an example.
 """
 
 import logging as _logging
-from typing import Any
+from collections.abc import Callable as _Callable
+from inspect import signature as _signature
+from typing import ParamSpec as _ParamSpec
 
 import torch
 
@@ -38,12 +40,26 @@ __all__ = [
 ]
 
 _default: Communicator | None = None
+_Arguments = _ParamSpec("_Arguments")
 
 
-def init(topo: Topology, **arguments: Any) -> Communicator:
+def _with_arguments_of(
+    made: _Callable[_Arguments, Communicator],
+) -> _Callable[[_Callable[..., Communicator]], _Callable[_Arguments, Communicator]]:
+    """Give a function the signature of what it makes, for type checkers and `help`."""
+
+    def decorate(make: _Callable[..., Communicator]) -> _Callable[_Arguments, Communicator]:
+        make.__signature__ = _signature(made).replace(return_annotation=Communicator)  # type: ignore[attr-defined]
+        return make
+
+    return decorate
+
+
+@_with_arguments_of(Communicator)
+def init(*args: object, **kwargs: object) -> Communicator:
     """Make a `Communicator` and the default of `dispatch` and `combine`. All ranks call it."""
     global _default
-    _default = Communicator(topo, **arguments)
+    _default = Communicator(*args, **kwargs)  # type: ignore[arg-type]
     return _default
 
 

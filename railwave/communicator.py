@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from railwave._version import __version__
 from railwave.arguments import check_call, check_handle, check_out, plain
-from railwave.config import PATHS, Config
+from railwave.config import PATHS, TEXT_WORDS, Config
 from railwave.errors import PeerError, PeerTimeoutError
 from railwave.exchange import CallsDiffer, Exchange, Stages, Wait, combine, dispatch
 from railwave.handle import Call, Handle, Received
@@ -28,6 +28,7 @@ from railwave.topology import Topology
 DEADLINE_S = 300.0
 GRACE_S = 1.0  # how long a rank that gave up waits to hear who else did
 BAD_CALL = -1
+_RESET_STEP = 1 << 40  # above any epoch; a reset word is (step of the reset) * this + epoch
 
 
 class Communicator:
@@ -65,6 +66,7 @@ class Communicator:
     ) -> None:
         self.deadline_s = _checked_deadline(deadline_s)
         self._group, self._failed, self._closed = group, False, False
+        self._reset_steps = 0  # done so far, two a reset
         self.rank, ranks = _checked_rank(group, topo)
         self.config = Config(
             topo=topo,
@@ -180,29 +182,37 @@ class Communicator:
         pe = self._exchange
         try:
             while True:
-                waits = next(stages)()
-                if not self._nap(waits):
-                    self._give_up(waits, path, verb)
+                waits, began_s = next(stages)(), time.monotonic()
+                if not self._nap(waits, heed=True):
+                    self._give_up(waits, path, verb, time.monotonic() - began_s)
         except StopIteration as stop:
             result = stop.value
         except CallsDiffer:
-            self._raise_wrong(verb, wrong, said)
+            self._raise_wrong(verb, path, wrong, said)
         if pe.failure():
-            self._give_up([], path, verb)
+            self._give_up([], path, verb, self.deadline_s)
         return result
 
-    def _nap(self, waits: list[Wait]) -> bool:
+    def _nap(self, waits: list[Wait], *, heed: bool = False) -> bool:
         """Wait for words without burning a core; return False at the deadline.
 
         The kernels wait for the same words again: their waits end at once, and order memory.
+
+        Args:
+            heed: return False also once another rank has given this phase up.
         """
         until, pause_s = time.monotonic() + self.deadline_s, 20e-6
         while self._late(waits):
-            if time.monotonic() > until:
+            if time.monotonic() > until or (heed and self._present()):
                 return False
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 2e-3)
         return True
+
+    def _present(self) -> list[int]:
+        """List the ranks that have given this phase up."""
+        present = self._heap.region(self.rank, "present", torch.int64)
+        return (present >= self._exchange.mark(0)).nonzero().flatten().tolist()
 
     def _late(self, waits: list[Wait]) -> list[tuple[str, int]]:
         """List (word, index) of the words that have not come."""
@@ -214,31 +224,31 @@ class Communicator:
             late += [(wait.word, int(i)) for i in behind.nonzero()]
         return late
 
-    def _give_up(self, waits: list[Wait], path: str, verb: str) -> None:
+    def _give_up(self, waits: list[Wait], path: str, verb: str, waited_s: float) -> None:
         """Say that this rank is here, hear who else is, and raise."""
         self._failed = True
-        pe, topo = self._exchange, self.config.topo
-        for peer in range(topo.num_ranks):
-            self._heap.region(peer, "present", torch.int64)[self.rank] = pe.mark(0)
+        pe = self._exchange
+        gone = self._present()
+        self._heap.publish("present", torch.tensor([pe.mark(0)]))
         late = self._late(waits)
         time.sleep(GRACE_S)
-        present = self._heap.region(self.rank, "present", torch.int64) >= pe.mark(0)
-        missing = tuple(int(rank) for rank in (~present).nonzero())
+        missing = sorted({*range(self.config.topo.num_ranks)} - {*self._present()})
         where = [self._name(word, index, waits, path) for word, index in late[:4]]
+        before = f"Ranks {gone} had given up before. " if gone else ""
         raise PeerTimeoutError(
             f"{verb} (call {pe.epoch}, path {path}): rank {self.rank} (node {pe.node}, rail "
-            f"{pe.rail}) waited {self.deadline_s} s for {'; '.join(where) or pe.failure()}. "
-            f"Missing ranks: {list(missing) or 'none, they were late'}. Call reset() on all ranks "
+            f"{pe.rail}) waited {waited_s:.1f} s for {'; '.join(where) or pe.failure()}. {before}"
+            f"Missing ranks: {missing or 'none, they were late'}. Call reset() on all ranks "
             "before going on; a longer wait is deadline_s or RAILWAVE_DEADLINE_S",
             call_number=pe.epoch,
-            missing=missing,
+            missing=tuple(missing),
         )
 
     def _name(self, word: str, index: int, waits: list[Wait], path: str) -> str:
         """Say which word of which rank, in which wave and round."""
         S, pe = self.config.shape, self._exchange
         mark = next(wait.mark for wait in waits if wait.word == word)
-        if word in ("notify", "grant"):
+        if word in ("notify", "grant", "said"):
             writer = index
         elif word == "arrived":
             writer = index // S.CHUNKS * S.G + pe.local
@@ -249,34 +259,68 @@ class Communicator:
         place = f", wave {this.wave}, round {this.first // this.records}" if this else ""
         return f"{word} of rank {writer}{place}"
 
-    def _raise_wrong(self, verb: str, wrong: Exception | None, said: str) -> None:
-        texts = self._gather((wrong is not None, said))
+    def _raise_wrong(self, verb: str, path: str, wrong: Exception | None, said: str) -> None:
+        texts = self._exchange_texts(verb, path, "!" * bool(wrong) + said)
         if wrong:
             raise wrong from None
-        bad = {rank: text for rank, (is_wrong, text) in enumerate(texts) if is_wrong}
+        bad = {rank: text[1:] for rank, text in enumerate(texts) if text.startswith("!")}
         if bad:
             raise PeerError(f"nothing moved in {verb}: rank(s) called it wrongly: {bad}") from None
-        calls = dict(enumerate(text for _, text in texts))
         raise PeerError(
-            f"nothing moved in {verb}: calls must agree on all ranks, got {calls}"
+            f"nothing moved in {verb}: calls must agree on all ranks, got {dict(enumerate(texts))}"
         ) from None
 
-    def reset(self) -> None:
-        """Make the object usable after a `PeerTimeoutError`. All ranks call it."""
-        self._check_open()
-        pe = self._exchange
-        self._group_barrier()
-        state, wire = pe.state, pe.kernels.wire
-        counters = self._gather((pe.epoch, int(state[wire.NOTIFIES.value])))
-        pe.epoch = max(epoch for epoch, _ in counters) + 1
-        state[wire.EPOCH.value] = pe.epoch
-        state[wire.NOTIFIES.value] = max(number for _, number in counters)
-        state[wire.FAILED.value] = 0
-        self._failed = False
-        self._group_barrier()
+    def _exchange_texts(self, verb: str, path: str, text: str) -> list[str]:
+        """Return every rank's text, in the order of ranks, cut to what a slot of the heap holds."""
+        heap, num_bytes = self._heap, TEXT_WORDS * 8
+        cut = text.encode()[:num_bytes].decode(errors="ignore").encode()
+        heap.publish(
+            "texts", torch.frombuffer(bytearray(cut.ljust(num_bytes, b"\0")), dtype=torch.int64)
+        )
+        # The slots may be written again only after this rank's next notify: nobody reads too late.
+        heap.publish("said", torch.tensor([self._exchange.epoch]))
+        waits = [Wait("said", slice(None), self._exchange.epoch)]
+        if not self._nap(waits):
+            self._give_up(waits, path, verb, self.deadline_s)
+        slots = heap.region(self.rank, "texts", torch.uint8).view(-1, num_bytes)
+        return [bytes(slot.tolist()).rstrip(b"\0").decode() for slot in slots]
 
-    def _group_barrier(self) -> None:
-        self._gather(None)
+    def reset(self) -> None:
+        """Make the object usable after a `PeerTimeoutError`. All ranks call it.
+
+        Raises:
+            PeerTimeoutError: a rank did not come in time; call it again when it is back.
+        """
+        self._check_open()
+        pe, wire = self._exchange, self._exchange.kernels.wire
+        if self._reset_steps % 2 == 0:
+            words = self._reset_step("to start it", pe.epoch)
+            # Beyond any epoch in flight, and the same everywhere: also for notify's number, which
+            # grows by one a phase at most.
+            pe.epoch = max(word % _RESET_STEP for word in words) + 1
+        # So that nobody starts another before all have read; with the epoch that they read.
+        self._reset_step("to end it", pe.epoch - 1)
+        pe.state[wire.EPOCH.value] = pe.epoch
+        pe.state[wire.NOTIFIES.value] = pe.epoch
+        pe.state[wire.FAILED.value] = 0
+        self._failed = False
+
+    def _reset_step(self, what: str, epoch: int) -> list[int]:
+        """Meet all ranks at the next step of a reset; return their words, which hold epochs."""
+        mark = (self._reset_steps + 1) * _RESET_STEP
+        self._heap.publish("reset", torch.tensor([mark + epoch]))
+        waits = [Wait("reset", slice(None), mark)]
+        if not self._nap(waits):
+            missing = tuple(index for _, index in self._late(waits))
+            raise PeerTimeoutError(
+                f"reset (after call {self._exchange.epoch}): rank {self.rank} waited "
+                f"{self.deadline_s} s for ranks {list(missing)} {what}. Call it again when they "
+                "are back; a longer wait is deadline_s or RAILWAVE_DEADLINE_S",
+                call_number=self._exchange.epoch,
+                missing=missing,
+            )
+        self._reset_steps += 1
+        return self._heap.region(self.rank, "reset", torch.int64).tolist()
 
     def close(self) -> None:
         """Give the shared memory back. Not collective; nothing works afterwards."""

@@ -23,6 +23,7 @@ BALANCED = ("rail", "joint")
 WAVES = ("permutation", "joint")
 
 DEFAULT_STAGING_RECORDS = 8192
+TEXT_WORDS = 64  # of an error that all ranks must hear, 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,8 @@ class Config:
             staged = max(staged, (topo.nodes - 1) * self.proxy_records)
         staging = staged * widest.RECORD_WORDS * 4 if topo.nodes > 1 else 0
         words = {
-            **dict.fromkeys(("notify", "grant", "present"), W),
+            **dict.fromkeys(("notify", "grant", "present", "said", "reset"), W),
+            "texts": W * TEXT_WORDS,
             **dict.fromkeys(("packed", "delivered"), G),
             **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),
             "arrived": topo.nodes * S.CHUNKS,

@@ -51,3 +51,33 @@ def test_the_torchrun_example_runs():
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("4 ranks as 2 nodes; rows received: ")
     assert float(run.stdout.split()[-1]) < 1e-4
+
+
+CALLS = """
+import torch
+import railwave
+x = torch.ones(1, 8)
+
+rw = railwave.init(railwave.Topology(2, 2, 2), num_experts=8, top_k=1, hidden=8,
+                   max_tokens_per_rank=1, deadline_s=1.0)
+railwave.init(railwave.Topology(2, 2, 2), num_experts="8", top_k=1, hidden=8,
+              max_tokens_per_rank=1)
+railwave.init(railwave.Topology(2, 2, 2), num_experts=8)
+received: int = rw.dispatch(x, x, x)
+y: torch.Tensor = railwave.combine(rw.dispatch(x, x, x).x, rw.dispatch(x, x, x).handle)
+railwave.combine(x, x)
+"""
+
+
+def test_a_type_checker_passes_right_calls_and_refuses_wrong_ones(tmp_path):
+    calls = tmp_path / "calls.py"
+    calls.write_text(CALLS)
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache"),
+            *(ROOT / "examples" / "torchrun_dispatch.py", calls),
+        ],
+        **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300},
+    )
+    errors = {line.partition(": error:")[0] for line in run.stdout.splitlines() if "error:" in line}
+    assert errors == {"calls.py:8", "calls.py:10", "calls.py:11", "calls.py:13"}, run.stdout

@@ -130,8 +130,7 @@ def test_a_killed_rank_is_named_by_every_other_in_time(verb, stage, path, tmp_pa
 def check_text(text, rank, verb, call_number, path):
     node, rail = divmod(rank, 2)
     head = f"{verb} (call {call_number}, path {path}): rank {rank} (node {node}, rail {rail})"
-    assert text.startswith(f"{head} waited 2.0 s for "), text
-    waited = re.search(r"waited 2.0 s for (.*?)\. Missing", text)[1]
+    waited = re.match(re.escape(head) + r" waited \d\.\d s for (.*?)\. (Ranks|Missing)", text)[1]
     for word in waited.split("; "):
         assert re.fullmatch(
             r"(notify|packed|delivered|rows_in|rows_read) of rank \d(, wave 1, round 0)?"
@@ -167,7 +166,7 @@ def test_case_a4_a_rank_that_never_enters_is_named_and_reset_brings_all_back():
     for rank, result in enumerate(run_all(absent, 4)):
         if rank != BAD:
             seconds, text, (call_number, missing) = result
-            assert DEADLINE_S <= seconds < WITHIN_S
+            assert seconds < WITHIN_S
             assert (call_number, missing) == (1, (BAD,))
             check_text(text, rank, "dispatch", 1, "joint")
 
@@ -190,11 +189,76 @@ def late(rank):
     return result
 
 
-def test_case_j2_a_rank_that_comes_too_late_gives_up_as_well_and_reset_brings_all_back():
-    for rank, (seconds, _, (call_number, missing)) in enumerate(run_all(late, 4)):
-        assert seconds >= DEADLINE_S
-        assert rank == BAD or seconds < WITHIN_S
+def test_case_j2_a_rank_that_comes_too_late_hears_so_at_once_and_reset_brings_all_back():
+    for rank, (seconds, text, (call_number, missing)) in enumerate(run_all(late, 4)):
+        assert seconds < WITHIN_S
         assert (call_number, missing) == (1, () if rank == BAD else (BAD,))
+        if rank == BAD:
+            assert "Ranks [0, 1, 2] had given up before. Missing ranks: none, they were" in text
+
+
+def reset_alone(rank):
+    """Rank 3 misses a reset as well: the others say so, may try again, and all go on."""
+    rw = patient()
+    batch = make_batch(rw, 4)
+    call = call_of(rw, batch, None, "dispatch", "joint")
+    dist.barrier()
+    rw.deadline_s = DEADLINE_S
+    if rank != BAD:
+        timed(call)
+        for _ in range(2):
+            began_s, error = timed(rw.reset)
+            assert DEADLINE_S <= time.monotonic() - began_s < WITHIN_S
+            assert error.missing == (BAD,)
+            assert f"for ranks [{BAD}] to start it. Call it again" in str(error)
+    dist.barrier()
+    rw.deadline_s = 30.0
+    for path in ("joint", "native"):
+        rw.reset()
+        phases(rw, 4, path)
+
+
+def test_a_reset_that_a_rank_misses_may_be_called_again():
+    run_all(reset_alone, 4)
+
+
+def killed_in_error(rank):
+    """Rank 3 dies when a wrong call of rank 0 is being explained."""
+    rw = init(deadline_s=DEADLINE_S)
+    dist.barrier()
+    if rank == BAD:
+        rw._exchange_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    began_s, error = timed(lambda: rw.dispatch(*[torch.ones(rank and 1, 3)] * 3))
+    return shown(time.monotonic() - began_s, error)
+
+
+def test_a_rank_killed_while_an_error_is_told_is_named_too():
+    ended = run(killed_in_error, 4)
+    assert ended[BAD].code == -signal.SIGKILL
+    for rank in set(range(4)) - {BAD}:
+        assert ended[rank].error == "", ended[rank].error
+        seconds, text, (_, missing) = ended[rank].value
+        assert seconds < WITHIN_S + 1  # the call itself, and its kernels, come first
+        assert BAD in missing
+        assert f"said of rank {BAD}" in text
+
+
+def idle(rank):
+    """Return the share of a core that waiting for a late rank takes."""
+    rw = patient()
+    batch = make_batch(rw, 4)
+    dispatch(rw, batch, "joint")
+    dist.barrier()
+    if rank == BAD:
+        time.sleep(3)
+    used_s, began_s = time.process_time(), time.monotonic()
+    dispatch(rw, batch, "joint")
+    return (time.process_time() - used_s) / (time.monotonic() - began_s)
+
+
+def test_case_a4_waiting_processes_leave_the_cores_to_others():
+    shares = run_all(idle, 4)
+    assert all(share < 0.5 for share in shares[:BAD]), shares
 
 
 def in_time(rank):

@@ -193,6 +193,24 @@ def test_case_i1_garbage_collection_on_one_rank_holds_nobody_up():
     run_all(collected, 4)
 
 
+def explicit(rank):
+    """I2: after init, ranks may use their group in any order; no call of ours does."""
+    with init() as rw:
+        batch = make_batch(rw, 4)
+        for name in ("all_gather_object", "barrier", "all_gather", "broadcast", "new_group"):
+            setattr(dist, name, None)
+        outs = make_outs(batch)
+        combine(rw, batch, dispatch(rw, batch, "joint"), outs)
+        with pytest.raises(railwave.PeerError):
+            rw.dispatch(*[values[rank] for values in batch.arguments], path=PATHS[rank // 2])
+        rw.reset()
+        combine(rw, batch, dispatch(rw, batch, "native"), outs)
+
+
+def test_case_i2_only_init_is_a_collective_of_the_group():
+    run_all(explicit, 4)
+
+
 def interrupted(rank):
     """A traceback may hold a view of shared memory while `with` closes it."""
     kept = []
@@ -329,11 +347,11 @@ def resources():
     return len(os.listdir("/proc/self/fd")), int(resident[1])
 
 
-def cycles(rank, folder):
+def cycles(rank, folder, number):
     shm.FOLDER = folder
     init().close()
     before = resources()
-    for _ in range(20):
+    for _ in range(number):
         init().close()
     with init():
         dist.barrier()
@@ -341,27 +359,29 @@ def cycles(rank, folder):
     return before, resources()
 
 
-def test_cycles_of_init_and_close_leave_nothing(shm_folder):
-    for before, after in run_all(cycles, 4, shm_folder):
+@pytest.mark.parametrize("number", [20, pytest.param(50, marks=pytest.mark.soak)])
+def test_cycles_of_init_and_close_leave_nothing(number, shm_folder):
+    for before, after in run_all(cycles, 4, shm_folder, number):
         assert after[0] <= before[0]
         assert after[1] < before[1] + 4096
     assert os.listdir(shm_folder) == []
 
 
-def many_phases(rank):
+def many_phases(rank, number):
     sizes = []
     with init() as rw:
         batch = make_batch(rw, 4)
         mine = [values[rank] for values in batch.arguments]
-        for _ in range(12):
+        for _ in range(number // 2):
             received = rw.dispatch(*mine)
             rw.combine(received.x, received.handle)
             sizes.append(resources())
     return sizes
 
 
-def test_memory_and_open_files_stay_flat_over_phases():
-    for sizes in run_all(many_phases, 4):
+@pytest.mark.parametrize("number", [24, pytest.param(1000, marks=pytest.mark.soak)])
+def test_memory_and_open_files_stay_flat_over_phases(number):
+    for sizes in run_all(many_phases, 4, number, timeout_s=1200):
         assert sizes[-1][0] == sizes[2][0]
         assert sizes[-1][1] < sizes[4][1] + 1024
 

@@ -229,6 +229,22 @@ def test_clean_keeps_what_another_process_uses(folder):
     assert shm.clean() == [path]
 
 
+def test_clean_may_come_between_making_and_locking_a_file(folder, monkeypatch):
+    lock, came = fcntl.flock, []
+
+    def clean_first(file, how):
+        if how == fcntl.LOCK_SH and not came:
+            came.append(shm.clean())
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", clean_first)
+    path = leftover(folder)
+    file = shm._make(path, 10)
+    assert came == [[path]] and os.fstat(file).st_nlink == 1
+    assert shm.clean() == [] and os.listdir(folder) == [os.path.basename(path)]
+    os.close(file)
+
+
 def test_railwave_clean_lists_what_it_removed(folder, capsys):
     path = leftover(folder)
     os.close(shm._make(path, 10))

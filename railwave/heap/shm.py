@@ -68,8 +68,7 @@ class ShmHeap:
             raise
         finally:
             if files:
-                with suppress(FileNotFoundError):  # `clean` came between making and locking it
-                    os.unlink(paths[pe])
+                os.unlink(paths[pe])
             for file in files:
                 os.close(file)
         addresses = [block.data_ptr() for block in self._blocks]
@@ -102,6 +101,15 @@ class ShmHeap:
         """Return a region of a PE's heap as a flat view of `dtype`."""
         region = self.layout.regions[name]
         return self._blocks[pe][region.offset : region.offset + region.size].view(dtype)
+
+    def publish(self, name: str, words: torch.Tensor) -> None:
+        """Store int64 words in this PE's slot of a region, at every PE: the host's own signal.
+
+        The region has one slot a PE.
+        """
+        for pe in range(len(self._blocks)):
+            slots = self.region(pe, name, torch.int64)
+            slots[self.pe * len(words) : (self.pe + 1) * len(words)] = words
 
     def close(self) -> None:
         """Unmap everything. Local: other PEs' mappings stay."""
@@ -142,9 +150,13 @@ def clean() -> list[str]:
 def _make(path: str, size: int) -> int:
     """Make a file that did not exist, with all its memory; return its descriptor, locked."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path, flags, 0o600)
-    try:
+    while True:
+        file = os.open(path, flags, 0o600)
         fcntl.flock(file, fcntl.LOCK_SH)
+        if os.fstat(file).st_nlink:
+            break
+        os.close(file)  # `clean` came between making and locking it
+    try:
         os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS later
     except OSError:
         os.unlink(path)
