@@ -15,9 +15,11 @@ NODES, TOKENS, HIDDEN, EXPERTS, TOP_K = 2, 16, 64, 16, 2
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # one process a core is enough
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks % NODES:
+        raise SystemExit(f"this example needs a multiple of {NODES} processes, got {ranks}")
     topo = railwave.Topology(NODES, ranks // NODES, ranks // NODES)
 
     generator = torch.Generator().manual_seed(rank)
@@ -40,11 +42,15 @@ def main() -> None:
         # A token has a row on every rank that holds one of its experts.
         holds = torch.zeros(TOKENS, ranks).scatter_(1, topk_idx * ranks // EXPERTS, 1.0)
         scale = (holds * torch.arange(1, ranks + 1)).sum(dim=1, keepdim=True)
-        error = (y - x * scale).abs().max()
-        rows = [0] * ranks
-        dist.all_gather_object(rows, len(received.x))
+        error = (y - x * scale).abs().max().item()
+        said = [(0, 0.0)] * ranks
+        dist.all_gather_object(said, (len(received.x), error))
     if rank == 0:
-        print(f"{ranks} ranks as {NODES} nodes; rows received: {rows}; largest error {error:.1e}")
+        rows, errors = zip(*said, strict=True)
+        print(
+            f"{ranks} ranks as {NODES} nodes; rows received: {list(rows)}; largest error "
+            f"{max(errors):.1e}"
+        )
     dist.destroy_process_group()
 
 

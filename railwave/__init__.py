@@ -1,18 +1,19 @@
 """Move the tokens of Mixture-of-Experts models between GPUs, evenly over rails and without incast.
 
-`LocalWorld` runs a whole cluster's dispatch and combine in this process; `plan` shows how one
-node's records are spread over its rails. See README.md for an example.
+`LocalWorld` runs a whole cluster's dispatch and combine in this process; `init` makes this process
+one rank of several, all of which call `dispatch` and `combine`; `plan` shows how one node's records
+are spread over its rails. See README.md for examples.
 """
 
 import logging as _logging
-from collections.abc import Callable as _Callable
-from inspect import signature as _signature
-from typing import ParamSpec as _ParamSpec
-
-import torch
 
 from railwave._version import __version__ as __version__
 from railwave.communicator import Communicator as Communicator
+from railwave.default import combine as combine
+from railwave.default import dispatch as dispatch
+from railwave.default import finalize as finalize
+from railwave.default import init as init
+from railwave.default import reset as reset
 from railwave.errors import PeerError as PeerError
 from railwave.errors import PeerTimeoutError as PeerTimeoutError
 from railwave.handle import Handle as Handle
@@ -37,57 +38,8 @@ __all__ = [
     "finalize",
     "init",
     "plan",
+    "reset",
 ]
-
-_default: Communicator | None = None
-_Arguments = _ParamSpec("_Arguments")
-
-
-def _with_arguments_of(
-    made: _Callable[_Arguments, Communicator],
-) -> _Callable[[_Callable[..., Communicator]], _Callable[_Arguments, Communicator]]:
-    """Give a function the signature of what it makes, for type checkers and `help`."""
-
-    def decorate(make: _Callable[..., Communicator]) -> _Callable[_Arguments, Communicator]:
-        make.__signature__ = _signature(made).replace(return_annotation=Communicator)  # type: ignore[attr-defined]
-        return make
-
-    return decorate
-
-
-@_with_arguments_of(Communicator)
-def init(*args: object, **kwargs: object) -> Communicator:
-    """Make a `Communicator` and the default of `dispatch` and `combine`. All ranks call it."""
-    global _default
-    _default = Communicator(*args, **kwargs)  # type: ignore[arg-type]
-    return _default
-
-
-def dispatch(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, path: str = "joint"
-) -> Received:
-    """Call `Communicator.dispatch` of the default one."""
-    return _current().dispatch(x, topk_idx, topk_weights, path=path)
-
-
-def combine(out: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """Call `Communicator.combine` of the default one."""
-    return _current().combine(out, handle)
-
-
-def finalize() -> None:
-    """Close the default communicator, if there is one."""
-    global _default
-    if _default is not None:
-        _default.close()
-        _default = None
-
-
-def _current() -> Communicator:
-    if _default is None:
-        raise RuntimeError("call railwave.init(...) first, on all ranks")
-    return _default
-
 
 # Silent unless the caller's program asks for logs.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())

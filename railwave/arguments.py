@@ -16,6 +16,11 @@ from railwave.config import Config
 from railwave.handle import Call, Handle
 from railwave.kernels.shape import make_format
 
+_FP4 = "float4_e2m1fn_x2"
+_PARTS_OF_BYTES = {
+    getattr(torch, name, None)
+    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), _FP4)
+}
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,7 +59,7 @@ def check_call(
     where: str = "",
 ) -> Call:
     """Check one rank's arguments; `where` follows their names in messages."""
-    if path not in config.paths:
+    if not isinstance(path, str) or path not in config.paths:
         raise ValueError(f"path must be one of {', '.join(config.paths)}, got {path!r}")
     x_name, idx_name, weights_name = (f"{n}{where}" for n in ("x", "topk_idx", "topk_weights"))
     if where:
@@ -165,6 +170,8 @@ def _check_matrix(value: Any, name: str) -> None:
         raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(value.shape)}")
     if value.device.type != "cpu":
         raise ValueError(f"{name} must be on the world's device, cpu, got {value.device}")
+    if value.dtype in _PARTS_OF_BYTES:
+        raise TypeError(f"{name} must have elements of whole bytes, got {value.dtype}")
     tangent = forward_ad.unpack_dual(value).tangent if value.is_floating_point() else None
     if (value.requires_grad and torch.is_grad_enabled()) or tangent is not None:
         raise ValueError(

@@ -131,7 +131,10 @@ class Config:
         object.__setattr__(self, "tiles", self.tiles.clipped(staging, self.max_tokens_per_rank))
 
     def _checked_paths(self) -> tuple[str, ...]:
-        paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        try:
+            paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+        except TypeError:
+            raise TypeError(f"paths must be a sequence of paths, got {self.paths!r}") from None
         for path in paths:
             if path not in PATHS:
                 raise ValueError(f"paths must be of {', '.join(PATHS)}, got {path!r}")
@@ -151,7 +154,7 @@ class Config:
             return tuple(e * ranks // experts for e in range(experts))
         given = self.expert_to_rank
         try:
-            given = given.tolist() if isinstance(given, torch.Tensor) else list(given)
+            given = list(given.tolist() if isinstance(given, torch.Tensor) else given)
         except TypeError:
             raise TypeError(
                 f"expert_to_rank must be a sequence of {experts} ranks, got {given!r}"
@@ -250,7 +253,7 @@ class Config:
             staged = max(staged, (topo.nodes - 1) * self.proxy_records)
         staging = staged * widest.RECORD_WORDS * 4 if topo.nodes > 1 else 0
         words = {
-            **dict.fromkeys(("notify", "grant", "present", "said", "reset"), W),
+            **dict.fromkeys(("notify", "grant", "given_up", "said", "reset"), W),
             "texts": W * TEXT_WORDS,
             **dict.fromkeys(("packed", "delivered"), G),
             **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),

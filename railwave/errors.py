@@ -6,14 +6,17 @@ class PeerTimeoutError(TimeoutError):
 
     Attributes:
         call_number: which phase of this object, from 1.
-        missing: ranks whose words had not come.
+        missing: ranks that neither finished the phase nor said within a second that they wait too.
     """
 
-    def __init__(self, message: str, *, call_number: int, missing: tuple[int, ...]) -> None:
+    # With defaults, since pickle makes it from its message, then adds the rest.
+    def __init__(
+        self, message: str, *, call_number: int = 0, missing: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.call_number = call_number
         self.missing = missing
 
 
 class PeerError(RuntimeError):
-    """Another rank's call was wrong, so nothing moved on any. The message says whose, and why."""
+    """Another rank's call was wrong, or calls differ; nothing moved. The message says whose."""

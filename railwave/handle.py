@@ -36,12 +36,20 @@ class Handle:
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """What one rank receives: a row per (token, rank), ordered by (source rank, token)."""
+    """What one rank receives: a row per (token, rank), ordered by (source rank, token).
 
-    x: torch.Tensor  # (rows, H), dtype as dispatched; the caller's own
-    topk_idx: torch.Tensor  # (rows, K), dtype as dispatched; local expert ids, -1 elsewhere
-    topk_weights: torch.Tensor  # (rows, K) float32; 0 where topk_idx is -1
-    num_tokens_per_expert: torch.Tensor  # (local experts,) int32; a repeated id counts each time
+    Attributes:
+        x: (rows, H), dtype as dispatched; the caller's own.
+        topk_idx: (rows, K), dtype as dispatched; local expert ids, -1 for experts elsewhere.
+        topk_weights: (rows, K) float32; 0 where topk_idx is -1.
+        num_tokens_per_expert: (local experts,) int32; a repeated id counts each time.
+        handle: what `combine` needs.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
     handle: Handle
 
 

@@ -83,11 +83,11 @@ class Topology:
 
     def _checked_eligible_rails(self) -> torch.Tensor:
         shape = (self.nodes, self.nodes, self.rails_per_node)
-        has_gpu = torch.tensor([len(gpus) > 0 for gpus in self.gpus_of_rail])
+        has_gpu = torch.tensor([len(gpus) > 0 for gpus in self.gpus_of_rail], device="cpu")
         if self.eligible_rails is None:
             return has_gpu.expand(shape).clone()
         try:
-            given = torch.as_tensor(self.eligible_rails)
+            given = torch.as_tensor(self.eligible_rails, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"eligible_rails must be bool of shape {shape}: {error}") from None
         if given.dtype != torch.bool:
@@ -193,7 +193,7 @@ class Topology:
         if self.nodes == 1:
             return 0
         gpus_on_rail = [len(gpus) for gpus in self.gpus_of_rail]
-        remote = ~torch.eye(self.nodes, dtype=torch.bool)
+        remote = ~torch.eye(self.nodes, dtype=torch.bool, device="cpu")
         worst = 0
         for eligible in torch.unique(self.eligible_rails[remote], dim=0).tolist():
             num_eligible = sum(eligible)

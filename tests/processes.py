@@ -46,7 +46,7 @@ def run(function, num_ranks, *args, timeout_s=120.0, fresh=False, meanwhile=None
         meanwhile: called with the processes' ids once they have started.
     """
     context = _fresh if fresh else _forked
-    _start_server()
+    start_server()
     until = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
@@ -83,7 +83,13 @@ def run_all(function, num_ranks, *args, **options):
     return [e.value for e in ended]
 
 
-def _start_server():
+def state_of(pid):
+    """Return a process's state, as /proc has it: T stopped, Z ended."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def start_server():
     """Start the server, once; Python 3.11 gives it no sys.path but by the environment."""
     paths = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
     with pytest.MonkeyPatch.context() as patch:

@@ -15,6 +15,12 @@ world = railwave.LocalWorld(railwave.Topology(2, 1, 1), num_experts=2, top_k=1, 
 received = world.dispatch([torch.ones(1, 2)[:, :1].bfloat16()] * 2, [torch.tensor([[1]])] * 2,
                           [torch.ones(1, 1)] * 2)
 print([len(r.x) for r in received])
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{site}/group", rank=0, world_size=1)
+with railwave.init(railwave.Topology(1, 1, 1), num_experts=2, top_k=1, hidden=2,
+                   max_tokens_per_rank=1) as rw:
+    x = torch.ones(1, 2).bfloat16()
+    print(len(railwave.dispatch(x, torch.tensor([[1]]), torch.ones(1, 1)).x))
 """
 
 
@@ -37,19 +43,19 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
         env={**os.environ, "PYTHONPATH": str(site)},
         **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120},
     )
-    assert (run.stdout, run.stderr) == ("[0, 2]\n", "")
+    assert (run.stdout, run.stderr) == ("[0, 2]\n1\n", "")
 
 
 def test_the_torchrun_example_runs():
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"),
             ROOT / "examples" / "torchrun_dispatch.py",
         ],
         **{"capture_output": True, "text": True, "timeout": 180},
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("4 ranks as 2 nodes; rows received: ")
+    assert run.stdout.startswith("8 ranks as 2 nodes; rows received: ")
     assert float(run.stdout.split()[-1]) < 1e-4
 
 

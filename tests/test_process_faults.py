@@ -5,6 +5,7 @@ fault, in which it writes none of the words that the others wait for next.
 """
 
 import os
+import pickle
 import re
 import signal
 import threading
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 import railwave
-from processes import run, run_all
+from processes import run, run_all, state_of
 from railwave import communicator
+from railwave.exchange import Wait
+from railwave.meeting import Meeting
 from test_processes import TOPO, dispatch, init, phases
 from worlds import make_batch, make_outs
 
@@ -69,8 +72,12 @@ def call_of(rw, batch, outs, verb, path):
 def patient(**arguments):
     """Make a communicator whose deadline is not under test yet."""
     rw = init(deadline_s=DEADLINE_S, **arguments)
-    rw.deadline_s = 30.0
+    set_deadline(rw, 30.0)
     return rw
+
+
+def set_deadline(rw, seconds):
+    rw.deadline_s = rw._meeting.deadline_s = seconds
 
 
 def shown(seconds, error):
@@ -93,7 +100,7 @@ def killed(rank, file, verb, stage, path):
     batch = make_batch(rw, 4, topk=TOPK)
     call = call_of(rw, batch, make_outs(batch), verb, path)
     dist.barrier()
-    rw.deadline_s = DEADLINE_S
+    set_deadline(rw, DEADLINE_S)
     if rank == BAD:
         at_stage(verb, stage, lambda: fault_at(file, signal.SIGKILL))
     began_s, error = timed(call)
@@ -133,12 +140,122 @@ def check_text(text, rank, verb, call_number, path):
     waited = re.match(re.escape(head) + r" waited \d\.\d s for (.*?)\. (Ranks|Missing)", text)[1]
     for word in waited.split("; "):
         assert re.fullmatch(
-            r"(notify|packed|delivered|rows_in|rows_read) of rank \d(, wave 1, round 0)?"
-            r"|(grant|arrived|returned|taken) of rank \d, wave 1, round 0",
+            r"(notify|delivered|rows_in|rows_read) of rank \d"
+            r"|(packed|grant|arrived|returned|taken) of rank \d, (wave 1|all waves), round 0",
             word,
         ), word
     assert re.search(rf"Missing ranks: \[.*{BAD}\]", text), text
     assert "Call reset() on all ranks" in text and "RAILWAVE_DEADLINE_S" in text
+
+
+def test_the_place_of_a_word_is_its_wave_and_round():
+    topo = railwave.Topology(3, 2, 2)
+    sizes = dict(num_experts=6, top_k=1, hidden=4, max_tokens_per_rank=4, staging_records=2)
+    world = railwave.LocalWorld(topo, **sizes)
+    meeting = Meeting(world._exchanges[2], 1.0)  # rank 2: node 1, local GPU 0
+    mark = 7 * world.config.shape.MAX_STEPS
+
+    def name(word, index, step, path="joint"):
+        words = world.heap.region(2, word, torch.int64)
+        words[:] = mark + step
+        words[index] = mark
+        (late,) = meeting.late([Wait(word, slice(None), mark + step)])
+        words[:] = 0
+        return meeting._name(late, path)
+
+    chunks = world.config.shape.CHUNKS
+    assert name("notify", 4, 1) == "notify of rank 4"
+    assert name("delivered", 1, 1) == "delivered of rank 3"
+    assert name("arrived", 0, 1) == "arrived of rank 0, wave 1, round 0"
+    assert name("arrived", 2 * chunks, 4) == "arrived of rank 4, wave 2, round 1"
+    assert name("grant", 5, 2) == "grant of rank 5, wave 1, round 1"
+    assert name("taken", 0, 3) == "taken of rank 2, wave 2, round 0"
+    assert name("arrived", 0, 1, "native") == "arrived of rank 0, wave 1, round 0"
+    assert name("arrived", 2 * chunks, 1, "native") == "arrived of rank 4, wave 2, round 0"
+    assert name("grant", 1, 1, "rail") == "grant of rank 1, wave 2, round 0"
+    assert name("returned", 1, 1, "native") == "returned of rank 3, all waves, round 0"
+
+
+def finished(rank, file):
+    """Rank 3 stops, then finds all there and ends the phase that the others have given up."""
+    rw = patient()
+    batch = make_batch(rw, 4, topk=TOPK)
+    call = call_of(rw, batch, None, "dispatch", "joint")
+    dist.barrier()
+    set_deadline(rw, DEADLINE_S)
+    if rank == BAD:
+        at_stage("dispatch", 3, lambda: fault_at(file, signal.SIGSTOP))
+    _, error = timed(call)
+    set_deadline(rw, 60.0)
+    finished = rank == BAD and error is None
+    if finished:  # it goes on, and hears at once
+        began_s, error = timed(lambda: rw.dispatch(*[v[rank] for v in batch.arguments]))
+        assert time.monotonic() - began_s < 30
+    assert error
+    assert rw.reset() == 0  # the last call that all have finished
+    assert not finished or rw._finished > 2
+    phases(rw, 4)
+    assert rw.reset() == rw._finished - 1
+    phases(rw, 4)
+
+
+def test_a_rank_that_ends_what_others_gave_up_hears_so_in_its_next_call(tmp_path):
+    def resume(pids):
+        threading.Thread(target=resume_when_stopped, args=(pids[BAD],)).start()
+
+    run_all(finished, 4, tmp_path / "at", meanwhile=resume)
+
+
+def interrupted(rank):
+    """Rank 3 is interrupted in the middle of a phase: it may not go on before a reset."""
+    rw = patient()
+    batch = make_batch(rw, 4)
+    call = call_of(rw, batch, None, "dispatch", "joint")
+    if rank == BAD:
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        at_stage("dispatch", 1, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        with pytest.raises(RuntimeError, match=r"or was interrupted: call reset\(\)"):
+            call()
+    else:
+        _, error = timed(call)  # at once, whatever the deadline
+        assert re.search(r"Ranks \[.*3\] had given up before", str(error))
+    rw.reset()
+    phases(rw, 4)
+
+
+def test_an_interrupted_call_is_heard_by_all_and_reset_mends_it():
+    run_all(interrupted, 4)
+
+
+def early_reset(rank):
+    """A reset that times out leaves the object unusable: its epoch has been told."""
+    rw = patient()
+    dist.barrier()
+    set_deadline(rw, DEADLINE_S)
+    if rank != BAD:
+        _, error = timed(rw.reset)
+        assert error.missing == (BAD,)
+        with pytest.raises(RuntimeError, match="call reset"):
+            rw.dispatch(torch.ones(1, 8), torch.zeros(1, 1).long(), torch.ones(1, 1))
+    dist.barrier()
+    set_deadline(rw, 30.0)
+    rw.reset()
+    phases(rw, 4)
+
+
+def test_no_phase_comes_between_a_reset_that_failed_and_the_next():
+    run_all(early_reset, 4)
+
+
+def test_the_error_can_be_pickled():
+    error = railwave.PeerTimeoutError("text", call_number=3, missing=(1, 2))
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.call_number, again.missing) == ("text", 3, (1, 2))
 
 
 def absent(rank):
@@ -147,15 +264,15 @@ def absent(rank):
     batch = make_batch(rw, 4)
     call = call_of(rw, batch, None, "dispatch", "joint")
     dist.barrier()
-    rw.deadline_s = DEADLINE_S
+    set_deadline(rw, DEADLINE_S)
     result = None
     if rank != BAD:
         began_s, error = timed(call)
         result = shown(time.monotonic() - began_s, error)
-        with pytest.raises(RuntimeError, match="timed out: call reset"):
+        with pytest.raises(RuntimeError, match=r"timed out or was interrupted: call reset\(\)"):
             call()
     dist.barrier()
-    rw.deadline_s = 30.0
+    set_deadline(rw, 30.0)
     rw.reset()
     phases(rw, 4)
     rw.close()
@@ -177,12 +294,13 @@ def late(rank):
     batch = make_batch(rw, 4)
     call = call_of(rw, batch, None, "dispatch", "joint")
     dist.barrier()
-    rw.deadline_s = DEADLINE_S
+    set_deadline(rw, DEADLINE_S)
     if rank == BAD:
+        set_deadline(rw, 30.0)  # it is not this that ends its wait
         time.sleep(WITHIN_S)
     began_s, error = timed(call)
     result = shown(time.monotonic() - began_s, error)
-    rw.deadline_s = 30.0
+    set_deadline(rw, 30.0)
     rw.reset()
     for path in ("native", "joint"):
         phases(rw, [4, 3, 0, 2], path)
@@ -203,7 +321,7 @@ def reset_alone(rank):
     batch = make_batch(rw, 4)
     call = call_of(rw, batch, None, "dispatch", "joint")
     dist.barrier()
-    rw.deadline_s = DEADLINE_S
+    set_deadline(rw, DEADLINE_S)
     if rank != BAD:
         timed(call)
         for _ in range(2):
@@ -212,7 +330,7 @@ def reset_alone(rank):
             assert error.missing == (BAD,)
             assert f"for ranks [{BAD}] to start it. Call it again" in str(error)
     dist.barrier()
-    rw.deadline_s = 30.0
+    set_deadline(rw, 30.0)
     for path in ("joint", "native"):
         rw.reset()
         phases(rw, 4, path)
@@ -224,10 +342,11 @@ def test_a_reset_that_a_rank_misses_may_be_called_again():
 
 def killed_in_error(rank):
     """Rank 3 dies when a wrong call of rank 0 is being explained."""
-    rw = init(deadline_s=DEADLINE_S)
+    rw = patient()
     dist.barrier()
+    set_deadline(rw, DEADLINE_S)
     if rank == BAD:
-        rw._exchange_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rw._meeting.exchange_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     began_s, error = timed(lambda: rw.dispatch(*[torch.ones(rank and 1, 3)] * 3))
     return shown(time.monotonic() - began_s, error)
 
@@ -280,12 +399,12 @@ def stopped(rank, file, verb, stage, path):
     outs = make_outs(batch)
     call = call_of(rw, batch, outs, verb, path)
     dist.barrier()
-    rw.deadline_s = DEADLINE_S
+    set_deadline(rw, DEADLINE_S)
     if rank == BAD:
         at_stage(verb, stage, lambda: fault_at(file, signal.SIGSTOP))
     began_s, error = timed(call)
     result = shown(since(file, began_s), error)
-    rw.deadline_s = 30.0
+    set_deadline(rw, 30.0)
     rw.reset()  # its late puts have landed by now
     for path in ("joint", "rail"):
         phases(rw, 4, path)
@@ -312,11 +431,6 @@ def resume_when_stopped(pid):
         os.kill(pid, signal.SIGCONT)
     except OSError:
         pass  # it has ended
-
-
-def state_of(pid):
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        return file.read().rpartition(")")[2].split()[0]
 
 
 def leaves(rank):
@@ -349,10 +463,12 @@ def test_the_deadline_is_an_argument_or_the_environments():
     run_all(from_environment, 4)
 
 
-@pytest.mark.parametrize("value, error", [("soon", TypeError), ("-1", ValueError)])
+@pytest.mark.parametrize("value, error", [("soon", ValueError), ("-1", ValueError)])
 def test_a_bad_deadline_is_refused_by_name(value, error, monkeypatch):
     monkeypatch.setenv("RAILWAVE_DEADLINE_S", value)
-    with pytest.raises(error, match=f"RAILWAVE_DEADLINE_S must be a .*, got '{value}'"):
+    with pytest.raises(error, match=f"RAILWAVE_DEADLINE_S must be .*, got '{value}'"):
         init(TOPO, deadline_s=None)
-    with pytest.raises(error, match=r"deadline_s must be a .*, got"):
+    with pytest.raises(TypeError, match="deadline_s must be a number"):
         init(TOPO, deadline_s=value)
+    with pytest.raises(ValueError, match="deadline_s must be above 0 and at most 1e9"):
+        init(TOPO, deadline_s=-1.0)

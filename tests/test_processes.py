@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import railwave
-from processes import run_all
+from processes import run_all, start_server
 from railwave.config import PATHS
 from railwave.heap import shm
 from railwave.reference import combine_ref
@@ -124,6 +124,27 @@ def handles(rank):
         combine(rw, second, handle_2, outs_2)
 
 
+def across(rank):
+    """The rank that dispatched is not the rank that combines first: handles of all are alike."""
+    with init() as rw:
+        batch = make_batch(rw, 4)
+        outs, mine = make_outs(batch), [values[rank] for values in batch.arguments]
+        handle = dispatch(rw, batch, "joint")
+        # One rank combines while the others dispatch.
+        call = (
+            (lambda: rw.combine(outs[rank], handle)) if rank == 2 else (lambda: rw.dispatch(*mine))
+        )
+        said = errors_of(call)
+        combine(rw, batch, handle, outs)
+        return said
+
+
+def test_a_combine_that_meets_a_dispatch_is_an_error_on_every_rank():
+    for kind, text in run_all(across, 4)[0]:
+        assert kind == "PeerError" and "must agree on all ranks" in text
+        assert re.search(r"dispatch on .* by ranks \[0, 1, 3\]; combine of .* by ranks \[2\]", text)
+
+
 def test_two_handles_may_be_open_and_used_in_any_order():
     run_all(handles, 4)
 
@@ -179,6 +200,21 @@ def test_the_module_verbs_work_between_init_and_finalize_and_a_closed_object_ref
     run_all(verbs, 4)
 
 
+def default_device(rank):
+    """A caller's default device concerns none of ours."""
+    with torch.device("meta"), init() as rw, torch.device("cpu"):
+        batch = make_batch(rw, 2)
+        mine = [values[rank] for values in batch.arguments]
+        with torch.device("meta"):
+            handle = rw.dispatch(*mine).handle
+            rw.reset()
+        combine(rw, batch, handle, make_outs(batch))
+
+
+def test_the_default_device_is_not_used():
+    run_all(default_device, 4)
+
+
 def collected(rank):
     """I1: one rank drops its object; no collective call hides in that."""
     rw = init()
@@ -224,6 +260,27 @@ def test_closing_never_hides_the_error_that_led_to_it():
     run_all(interrupted, 4)
 
 
+def bad_inits(rank):
+    """Break a rule on one rank alone."""
+    said = [errors_of(lambda: init(hidden=0 if rank == 1 else 8))]
+    said.append(errors_of(lambda: init(deadline_s="x" if rank == 0 else 5)))
+    said.append(errors_of(lambda: init((2, 2, 2) if rank == 3 else TOPO)))
+    said.append(errors_of(lambda: init(railwave.Topology(2, 1, 1) if rank == 2 else TOPO)))
+    with init() as rw:
+        phases(rw, 1)
+    return said
+
+
+def test_a_bad_argument_of_one_rank_at_init_is_an_error_on_every_rank():
+    said = run_all(bad_inits, 4)[0]
+    whose = (1, "ValueError", "hidden"), (0, "TypeError", "deadline_s"), (3, "TypeError", "topo")
+    for errors, (bad, kind, name) in zip(said, (*whose, (2, "ValueError", "group")), strict=True):
+        for rank, (got, text) in enumerate(errors):
+            assert got == (kind if rank == bad else "PeerError")
+            assert f"{name} must" in text
+            assert rank == bad or text.startswith(f"rank(s) called init wrongly: {{{bad}: ")
+
+
 def wrong_inits(rank):
     said = [errors_of(lambda: init(hidden=8 + 8 * (rank == 2)))]
     said.append(errors_of(lambda: init(deadline_s=5 + rank)))
@@ -246,7 +303,8 @@ def test_a_configuration_that_differs_is_an_error_on_every_rank_that_shows_both(
             assert f"at rank {rank}" in text
             assert all(re.search(word, text) for word in words), text
     for kind, text in said[5]:
-        assert (kind, text) == ("ValueError", "group must have topo.num_ranks = 2 ranks, got 4")
+        assert kind == "ValueError"
+        assert text.startswith("group must have topo.num_ranks = 2 ranks (2 nodes x 1 GPUs), got 4")
 
 
 def test_torch_distributed_must_be_initialised():
@@ -274,8 +332,11 @@ def wrong_calls(rank):
 
         wrong("id", topk_idx=torch.tensor([[0, 1, 2], [3, 8, 0]]))
         many = {"x": torch.ones(5, 4), "topk_idx": torch.zeros(5, 3).long()}
-        wrong("tokens", **many, weights=torch.ones(5, 3))
+        wrong("tokens", **many, weights=torch.ones(5, 3))  # D3
         wrong("path", path="fast")
+        wrong("path array", path=torch.tensor([1, 2]))
+        wrong("fp4", x=torch.empty(2, 8, dtype=torch.float4_e2m1fn_x2))
+        wrong("surrogate", path=Surrogate())
         wrong("type", x=[1.0])
         wrong("dtype", x=torch.ones(2, 8).double())
         wrong("other dtype", x=torch.ones(2, 4).half())
@@ -305,11 +366,19 @@ def wrong_calls(rank):
     return said
 
 
+class Surrogate:
+    def __repr__(self):
+        return "\udc80"
+
+
 # What rank 1, which is wrong, raises; and what it says, which the others repeat.
 WRONG = {
     "id": ("ValueError", r"expert ids in \[0, 8\) or -1 for none, got \[3, 8, 0\] in row 1"),
     "tokens": ("ValueError", r"at most max_tokens_per_rank = 4 tokens, got 5; raise max_tokens_pe"),
     "path": ("ValueError", "path must be one of native, rail, permutation, joint, got 'fast'"),
+    "path array": ("ValueError", r"path must be one of native, .*, got tensor\(\[1, 2\]\)"),
+    "fp4": ("TypeError", r"x must have elements of whole bytes, got torch.float4_e2m1fn_x2"),
+    "surrogate": ("ValueError", "path must be one of"),
     "type": ("TypeError", "x must be a tensor, got list"),
     "dtype": ("ValueError", "to the declared 16 bytes a row"),
     "rows": ("ValueError", "out must have a row for each of the"),
@@ -320,13 +389,13 @@ WRONG = {
 # What no rank alone is wrong about: all say what every rank called.
 DIFFER = {
     "other dtype": ("torch.float16", "torch.float32"),
-    "other path": ("path native", "path joint"),
-    "hidden": (r"\(\d+, 3\)", r"\(\d+, 8\)"),
-    "handle": (r"dispatch \d+, out",),
+    "other path": (r"path native, .* by ranks \[1\]", r"path joint, .* by ranks \[0, 2, 3\]"),
+    "hidden": ("hidden 3", "hidden 8"),
+    "handle": (r"combine of call \d+, hidden 8",),
 }
 
 
-def test_a_wrong_call_of_one_rank_is_an_error_on_all_and_the_next_call_works():
+def test_case_d3_a_wrong_call_of_one_rank_is_an_error_on_all_and_the_next_call_works():
     said = run_all(wrong_calls, 4)[0]
     for name, (kind, text) in WRONG.items():
         for rank, (got_kind, got) in enumerate(said[name]):
@@ -350,9 +419,12 @@ def resources():
 def cycles(rank, folder, number):
     shm.FOLDER = folder
     init().close()
+    gc.collect()
     before = resources()
     for _ in range(number):
         init().close()
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        assert "railwave-" not in maps.read()  # nor any mapping of a heap that is closed
     with init():
         dist.barrier()
         assert os.listdir(folder) == []  # a kill from here on leaves nothing either
@@ -394,6 +466,7 @@ def job(rank, seed):
 
 
 def test_two_jobs_at_once_do_not_meet():
+    start_server()  # not by two threads at once
     with ThreadPoolExecutor() as threads:
         jobs = [threads.submit(run_all, job, 4, seed) for seed in (1, 2)]
     for each in jobs:

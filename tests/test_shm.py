@@ -6,12 +6,13 @@ import re
 import secrets
 import signal
 import stat
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from processes import run, run_all
+from processes import run, run_all, state_of
 from railwave.cli import main
 from railwave.heap import Layout, ShmHeap, shm
 
@@ -30,17 +31,24 @@ def attach(rank, folder):
     heap = ShmHeap(rank, 3, LAYOUT, gather=gather)
     dist.barrier()
     assert os.listdir(folder) == []
+    pids = gather(os.getpid())
     heap.region(0, "words", torch.int64)[rank] = rank + 1
     dist.barrier()
     if rank == 0:
+        while any(state_of(pid) != "Z" for pid in pids[1:]):
+            time.sleep(0.01)
         assert heap.region(0, "words", torch.int64)[:4].tolist() == [1, 2, 3, 0]
+        heap.close()
+        heap.close()
         return
-    heap.close()
-    heap.close()
+    if rank == 1:
+        heap.close()
+    os._exit(0)
 
 
 def test_case_m2_every_pe_reaches_every_heap_and_none_has_a_name(shm_folder):
-    run_all(attach, 3, shm_folder)
+    ended = run(attach, 3, shm_folder)
+    assert [(e.code, e.error) for e in ended] == [(0, "")] * 3
     assert os.listdir(shm_folder) == []
 
 
@@ -243,6 +251,23 @@ def test_clean_may_come_between_making_and_locking_a_file(folder, monkeypatch):
     assert came == [[path]] and os.fstat(file).st_nlink == 1
     assert shm.clean() == [] and os.listdir(folder) == [os.path.basename(path)]
     os.close(file)
+
+
+def test_two_cleans_at_once_keep_what_is_in_use(folder, monkeypatch):
+    """The other clean removes the file, and its owner makes a new one, before this one locks it."""
+    path, lock, made = leftover(folder), fcntl.flock, []
+    os.close(shm._make(path, 10))
+
+    def late(file, how):
+        if how & fcntl.LOCK_EX and not made:
+            os.unlink(path)
+            made.append(shm._make(path, 10))
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert shm.clean() == []
+    assert os.fstat(made[0]).st_nlink == 1
+    os.close(made[0])
 
 
 def test_railwave_clean_lists_what_it_removed(folder, capsys):

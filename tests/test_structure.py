@@ -17,7 +17,17 @@ ROOT = Path(railwave.__file__).parent
 # A module imports only from those before it; a folder is one layer.
 LAYERS = (
     *("_version", "_check", "errors", "topology", "sched", "kernels", "heap", "config", "handle"),
-    *("traffic", "exchange", "arguments", "world", "communicator", "workloads", "reference"),
+    *(
+        "traffic",
+        "exchange",
+        "arguments",
+        "world",
+        "meeting",
+        "communicator",
+        "default",
+        "workloads",
+        "reference",
+    ),
     *("cases", "report", "table", "cli", "__main__"),
 )
 # The same within kernels/: they import one another relatively, so that each mode has its own.

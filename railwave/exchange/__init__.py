@@ -2,10 +2,10 @@
 
 `dispatch` and `combine` are generators over an `Exchange`, which holds what one PE has: they launch
 the kernels of one stage and yield the words that the next stage waits for. Who drives them decides
-what a yield means: a process of its own just goes on (the kernels wait), `LocalWorld` runs other
-PEs until the words are there. No stage waits for a word that is written in the same or a later
-stage of any PE, and no program waits for another program of its launch; so any order of ready PEs
-comes to an end.
+what a yield means: a process of its own may go on (the kernels wait) or poll the words first,
+`LocalWorld` runs other PEs until the words are there. No stage waits for a word that is written in
+the same or a later stage of any PE, and no program waits for another program of its launch; so any
+order of ready PEs comes to an end.
 """
 
 from railwave.exchange.combine import combine as combine
@@ -16,5 +16,16 @@ from railwave.exchange.pe import Observer as Observer
 from railwave.exchange.pe import Stages as Stages
 from railwave.exchange.pe import Wait as Wait
 from railwave.exchange.pe import Waits as Waits
+from railwave.exchange.refuse import refuse as refuse
 
-__all__ = ["CallsDiffer", "Exchange", "Observer", "Stages", "Wait", "Waits", "combine", "dispatch"]
+__all__ = [
+    "CallsDiffer",
+    "Exchange",
+    "Observer",
+    "Stages",
+    "Wait",
+    "Waits",
+    "combine",
+    "dispatch",
+    "refuse",
+]

@@ -42,7 +42,7 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0)
     pe.put_words.zero_()
     _copy_in(sums, words)
     pe.tell("rows_in", handle.out_load, grant_waves=rounds[0].num_peers if rounds else 0)
-    if pe.alone:
+    if pe.compare_calls:
         yield from pe.notify_status(status)
         yield pe.all_wait("notify", 0)
         pe.check_same_call(status)
@@ -79,7 +79,7 @@ def _copy_in(sums: _Sums, words: torch.Tensor) -> None:
         me=pe.pe,
         rows_off=pe.heap.layout["rows"],
         row_words=sums.row_words,
-        notified=pe.alone,
+        notified=pe.compare_calls,
         block_w=pe.config.tiles.block_w,
         **pe.tiles(),
     )

@@ -52,12 +52,8 @@ class Exchange:
         pe: this PE's number.
         device: where its tensors live; on a CPU the kernels are interpreted.
         deadline_s: how long a wait may take, in seconds.
-
-    Attributes:
-        alone: this process sees no other PE's arguments, so a phase must compare them.
+        compare_calls: no driver sees all PEs' arguments, so a phase must compare them.
     """
-
-    alone = False
 
     def __init__(
         self,
@@ -67,11 +63,13 @@ class Exchange:
         *,
         device: torch.device,
         deadline_s: float,
+        compare_calls: bool = False,
     ) -> None:
         self.config, self.heap, self.pe, self.device = config, heap, pe, device
         self.kernels = load(interpret=device.type == "cpu")
+        self.compare_calls = compare_calls
         self.observer: Observer | None = None
-        self.epoch = 0  # the host's mirror of the device's counter, for Wait only
+        self.epoch = 0  # the host's mirror of the device's counter
         self.node, self.local = divmod(pe, config.topo.gpus_per_node)
         self.rail = config.topo.rail_of_gpu[self.local]
         wire = self.kernels.wire
@@ -224,13 +222,21 @@ class Exchange:
             *(self.heap.bases, self.state), **where, shape=S, block_n=self.config.tiles.block_n
         )
 
+    def start_at(self, epoch: int) -> None:
+        """Go on after a failure, beyond every epoch in flight: the same on all PEs."""
+        wire = self.kernels.wire
+        self.epoch = epoch
+        self.state[wire.EPOCH.value] = epoch
+        self.state[wire.NOTIFIES.value] = epoch  # any number that all agree on
+        self.state[wire.FAILED.value] = 0
+
     def check_same_call(self, own: int) -> None:
         """Compare what all ranks said of their calls in notify.
 
         Raises:
             CallsDiffer: on every rank, at the same stage, when one differs or is wrong.
         """
-        if not self.alone:
+        if not self.compare_calls:
             return  # whoever drives all PEs has compared their arguments; spare reading the device
         messages = self.heap.region(self.pe, "messages", torch.int32)
         area = int(self.state[self.kernels.wire.NOTIFIES.value]) % 2

@@ -5,6 +5,9 @@ group), maps all the others', and removes its name once everybody has mapped it.
 nothing can be left behind, however a process ends. A kill between making and removing leaves a
 file; `clean` removes it: each process holds a lock on what it has open, so a file without a lock
 belongs to nobody.
+
+Kernels order their loads and stores themselves; what the host stores (`publish`) and polls comes in
+order where the processor keeps the order of stores, as x86-64 does.
 """
 
 from __future__ import annotations
@@ -52,9 +55,9 @@ class ShmHeap:
         self.layout, self.pe = layout, pe
         self._maps: list[mmap.mmap] = []
         self._blocks: list[torch.Tensor] = []
-        host = (socket.gethostname(), _boot_id())
-        token, free = secrets.token_hex(16), _free_bytes()
-        peers = gather((host, token, free))
+        about: list[Any] = []
+        self._together(gather, "look at", lambda: about.extend((_host(), _free_bytes())))
+        peers = gather((about[0], secrets.token_hex(16), about[1]))
         _check_one_host([peer[0] for peer in peers])
         _check_room(layout.size * num_pes, min(peer[2] for peer in peers))
         prefix = f"{FOLDER}/railwave-{os.getuid()}-{peers[0][1]}"
@@ -67,29 +70,33 @@ class ShmHeap:
             self.close()
             raise
         finally:
-            if files:
-                os.unlink(paths[pe])
             for file in files:
                 os.close(file)
+            if files:
+                with suppress(FileNotFoundError):
+                    os.unlink(paths[pe])
         addresses = [block.data_ptr() for block in self._blocks]
-        self.bases = torch.tensor(addresses, dtype=torch.int64)
+        self.bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
 
     def _together(self, gather: Gather, what: str, step: Callable[[], None]) -> None:
         """Take a step; raise on every PE if it failed on any."""
         try:
             step()
             error = ""
-        except OSError as caught:
-            error = str(caught)
+        except (OSError, ValueError, MemoryError) as caught:
+            error = str(caught) or type(caught).__name__
         failed = {peer: text for peer, text in enumerate(gather(error)) if text}
         if failed:
             raise RuntimeError(f"could not {what} shared memory in {FOLDER}; by rank: {failed}")
 
     def _map_all(self, paths: list[str], files: list[int]) -> None:
+        own = files[0]
         for peer, path in enumerate(paths):
+            file = own
             if peer != self.pe:
-                files.append(_open(path, self.layout.size))
-            block = mmap.mmap(files[0 if peer == self.pe else -1], self.layout.size)
+                file = _open(path, self.layout.size)
+                files.append(file)
+            block = mmap.mmap(file, self.layout.size)
             self._maps.append(block)
             self._blocks.append(torch.frombuffer(block, dtype=torch.uint8))
 
@@ -102,14 +109,15 @@ class ShmHeap:
         region = self.layout.regions[name]
         return self._blocks[pe][region.offset : region.offset + region.size].view(dtype)
 
-    def publish(self, name: str, words: torch.Tensor) -> None:
+    def publish(self, name: str, words: list[int]) -> None:
         """Store int64 words in this PE's slot of a region, at every PE: the host's own signal.
 
         The region has one slot a PE.
         """
+        slot = torch.tensor(words, dtype=torch.int64, device="cpu")
         for pe in range(len(self._blocks)):
             slots = self.region(pe, name, torch.int64)
-            slots[self.pe * len(words) : (self.pe + 1) * len(words)] = words
+            slots[self.pe * len(words) : (self.pe + 1) * len(words)] = slot
 
     def close(self) -> None:
         """Unmap everything. Local: other PEs' mappings stay."""
@@ -136,8 +144,10 @@ def clean() -> list[str]:
         except OSError:
             continue  # removed meanwhile, or not ours
         try:
-            if os.fstat(file).st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            info = os.fstat(file)
+            # A file without a link was removed meanwhile; its path may be another's by now.
+            if info.st_uid == os.getuid() and info.st_nlink:
                 os.unlink(path)
                 removed.append(path)
         except (BlockingIOError, FileNotFoundError):
@@ -181,6 +191,10 @@ def _free_bytes() -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def _host() -> tuple[str, str]:
+    return socket.gethostname(), _boot_id()
+
+
 def _boot_id() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
@@ -188,7 +202,7 @@ def _boot_id() -> str:
 
 def _check_one_host(hosts: list[Any]) -> None:
     if len(set(hosts)) > 1:
-        names = [host[0] for host in hosts]
+        names = [f"{name} (boot {boot})" for name, boot in hosts]
         raise RuntimeError(f"shared memory needs all ranks on one host, got {names}")
 
 

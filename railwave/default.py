@@ -1,0 +1,70 @@
+"""The default communicator: `railwave.init` makes it, the module's verbs use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import ParamSpec
+
+import torch
+
+from railwave.communicator import Communicator
+from railwave.handle import Handle, Received
+
+_default: Communicator | None = None
+_Arguments = ParamSpec("_Arguments")
+
+
+def _with_arguments_of(
+    made: Callable[_Arguments, Communicator],
+) -> Callable[[Callable[..., Communicator]], Callable[_Arguments, Communicator]]:
+    """Give a function the signature of what it makes, for type checkers and `help`."""
+
+    def decorate(make: Callable[..., Communicator]) -> Callable[_Arguments, Communicator]:
+        shown = signature(made).replace(return_annotation=Communicator)
+        make.__signature__ = shown  # type: ignore[attr-defined]
+        return make
+
+    return decorate
+
+
+@_with_arguments_of(Communicator)
+def init(*args: object, **kwargs: object) -> Communicator:
+    """Make a `Communicator`, whose arguments these are, and the default of the verbs below.
+
+    All ranks call it. It replaces an earlier default without closing it.
+    """
+    global _default
+    _default = Communicator(*args, **kwargs)  # type: ignore[arg-type]
+    return _default
+
+
+def dispatch(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, path: str = "joint"
+) -> Received:
+    """Send tokens to the ranks of their experts: `Communicator.dispatch` of the default one."""
+    return _current().dispatch(x, topk_idx, topk_weights, path=path)
+
+
+def combine(out: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Sum every token's rows: `Communicator.combine` of the default one."""
+    return _current().combine(out, handle)
+
+
+def reset() -> int:
+    """Go on after a `PeerTimeoutError`: `Communicator.reset` of the default one."""
+    return _current().reset()
+
+
+def finalize() -> None:
+    """Close the default communicator, if there is one."""
+    global _default
+    if _default is not None:
+        _default.close()
+        _default = None
+
+
+def _current() -> Communicator:
+    if _default is None:
+        raise RuntimeError("call railwave.init(...) first, on all ranks")
+    return _default

@@ -1,0 +1,20 @@
+"""A phase that this rank called wrongly: only that is told."""
+
+from railwave.exchange.pe import Exchange, Stages
+
+BAD_CALL = -1
+
+
+def refuse(pe: Exchange) -> Stages:
+    """Take part with a status alone, in a dispatch or a combine.
+
+    Raises:
+        CallsDiffer: always, as on every other rank.
+    """
+    wire = pe.kernels.wire
+    pe.state[wire.EPOCH.value] += 1
+    pe.state[wire.NOTIFIES.value] += 1
+    pe.epoch += 1
+    yield from pe.notify_status(BAD_CALL)
+    yield pe.all_wait("notify", 0)
+    pe.check_same_call(BAD_CALL)
