@@ -73,3 +73,24 @@ def check_counts(value: Any, shape: tuple[int, ...] | None, name: str, *, ndim: 
         where = tuple((counts < 0).nonzero()[0].tolist())
         raise ValueError(f"{name} must not be negative, got {int(counts[where])} at {where}")
     return counts
+
+
+def check_device(value: Any) -> torch.device:
+    """Return a CPU or CUDA device, with its index; the current GPU for plain "cuda"."""
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f"device must be a torch.device or its name, got {value!r}")
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu or a cuda device, got {value!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or a cuda device, got {value!r}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(f"device must be cpu where torch finds no GPU, got {value!r}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"device must be below cuda:{count} here, got {value!r}")
+    return torch.device("cuda", index)

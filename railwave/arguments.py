@@ -64,9 +64,9 @@ def check_call(
     x_name, idx_name, weights_name = (f"{n}{where}" for n in ("x", "topk_idx", "topk_weights"))
     if where:
         x_name, idx_name = f"xs{where}", f"topk_idxs{where}"
-    _check_matrix(x, x_name)
-    _check_matrix(topk_idx, idx_name)
-    _check_matrix(topk_weights, weights_name)
+    _check_matrix(x, x_name, config)
+    _check_matrix(topk_idx, idx_name, config)
+    _check_matrix(topk_weights, weights_name, config)
     num_tokens, hidden = x.shape
     if num_tokens > config.max_tokens_per_rank:
         per_token = config.layout.size // config.max_tokens_per_rank
@@ -143,7 +143,7 @@ def check_handle(handle: Handle, exchange: Any, *, name: str, received: str) -> 
 
 def check_out(config: Config, out: torch.Tensor, handle: Handle, *, name: str) -> None:
     """Check one rank's expert outputs."""
-    _check_matrix(out, name)
+    _check_matrix(out, name, config)
     if out.dtype not in SUMMABLE:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {out.dtype}")
     if out.shape[0] != handle.num_rows:
@@ -160,7 +160,7 @@ def _check_list(values: Any, name: str, num_ranks: int) -> None:
         raise ValueError(f"{name} must have one entry per rank ({num_ranks}), got {len(values)}")
 
 
-def _check_matrix(value: Any, name: str) -> None:
+def _check_matrix(value: Any, name: str, config: Config) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested or value.is_quantized:
@@ -168,8 +168,8 @@ def _check_matrix(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be a dense tensor, got {kind}")
     if value.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(value.shape)}")
-    if value.device.type != "cpu":
-        raise ValueError(f"{name} must be on the world's device, cpu, got {value.device}")
+    if value.device != config.device:
+        raise ValueError(f"{name} must be on the device {config.device}, got {value.device}")
     if value.dtype in _PARTS_OF_BYTES:
         raise TypeError(f"{name} must have elements of whole bytes, got {value.dtype}")
     tangent = forward_ad.unpack_dual(value).tangent if value.is_floating_point() else None

@@ -9,18 +9,19 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from railwave._version import __version__
-from railwave.arguments import check_call, check_handle, check_out, plain
-from railwave.config import PATHS, Config
+from railwave.arguments import SUMMABLE, check_call, check_handle, check_out, plain
+from railwave.config import PATHS, Config, fitting
 from railwave.errors import PeerError
 from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
-from railwave.handle import Handle, Received
-from railwave.heap import ShmHeap
+from railwave.handle import Call, Handle, Received
+from railwave.heap import NvshmemHeap, ShmHeap
 from railwave.meeting import Meeting
 from railwave.topology import Topology
 
@@ -43,6 +44,10 @@ class Communicator:
             are numbered as in the group.
         deadline_s: how long to wait for another rank, in seconds. Default: the environment's
             RAILWAVE_DEADLINE_S, or 300.
+        device: where this rank's tensors live: the current GPU if there is one, else the CPU. GPUs
+            share memory through NVSHMEM, CPUs through the host's shared memory.
+        wire: how records reach other nodes on GPUs: "nvshmem" by its calls, None by plain stores
+            where the memory is mapped (one GPU, NVLink), else by its calls.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule, or differs from another rank's.
@@ -64,6 +69,8 @@ class Communicator:
         paths: Sequence[str] = PATHS,
         group: dist.ProcessGroup | None = None,
         deadline_s: float | None = None,
+        device: torch.device | str | None = None,
+        wire: str | None = None,
     ) -> None:
         self._group, self._broken, self._closed = group, False, False
         self._finished = 0  # the number of the last phase that came to its end
@@ -80,26 +87,31 @@ class Communicator:
                 expert_to_rank=expert_to_rank,
                 staging_records=staging_records,
                 paths=paths,
+                device=_default_device() if device is None else device,
             )
+            self._wire = _checked_wire(wire, self.config.device)
             _check_group(group, topo)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = error
         self._check_same_config(wrong)
         self.rank = dist.get_rank(group)
-        device = torch.device("cpu")
+        self._on_gpu = self.config.device.type == "cuda"
+        self._rehearsed: set[Any] = set()
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
-        with torch.inference_mode(False), device:
-            self._heap = ShmHeap(self.rank, topo.num_ranks, self.config.layout, gather=self._gather)
+        with torch.inference_mode(False), self.config.device:
+            self._heap = self._make_heap()
             self._exchange = Exchange(
                 self.config,
                 self._heap,
                 self.rank,
-                device=device,
+                device=self.config.device,
                 deadline_s=self.deadline_s,
                 compare_calls=True,
             )
-        self._meeting = Meeting(self._exchange, self.deadline_s)
+            self._meeting = Meeting(self._exchange, self.deadline_s)
+            if self._on_gpu:
+                self._rehearse_all()
 
     def __enter__(self) -> Communicator:
         return self
@@ -112,6 +124,75 @@ class Communicator:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def _make_heap(self) -> ShmHeap | NvshmemHeap:
+        config, ranks = self.config, self.config.topo.num_ranks
+        if not self._on_gpu:
+            return ShmHeap(self.rank, ranks, config.layout, gather=self._gather)
+        node = self.rank // config.topo.gpus_per_node
+        heap = NvshmemHeap(
+            *(self.rank, ranks, config.layout),
+            gather=self._gather,
+            device=config.device,
+            near=range(ranks)[node * config.topo.gpus_per_node :][: config.topo.gpus_per_node],
+            map_all=self._wire is None,
+        )
+        gpu = torch.cuda.get_device_properties(config.device)
+        sharing = self._gather((os.uname().nodename, str(gpu.uuid)))
+        tiles = fitting(config.tiles, gpu.multi_processor_count, sharing.count(sharing[self.rank]))
+        self.config = replace(config, remote=heap.remote, tiles=tiles)
+        return heap
+
+    def _rehearse_all(self) -> None:
+        """Run all kernels once for calls as declared: they are compiled before anybody waits.
+
+        On each host one rank a path goes first; the others find what it compiled.
+        """
+        hosts = self._gather(os.uname().nodename)
+        place = hosts[: self.rank].count(hosts[self.rank])
+        self._rehearse_declared(self.config.paths[place : place + 1])
+        self._gather(None)
+        self._rehearse_declared(self.config.paths)
+        self._gather(None)
+
+    def _rehearse_declared(self, paths: Sequence[str]) -> None:
+        config, tokens = self.config, min(8, self.config.max_tokens_per_rank)
+        x = torch.zeros(tokens, config.hidden, dtype=config.dtype)
+        topk_idx = torch.zeros(tokens, config.top_k, dtype=torch.int64)
+        dtype = config.dtype if config.dtype in SUMMABLE else torch.bfloat16
+        for path in paths:
+            call = check_call(config, x, topk_idx, torch.zeros(tokens, config.top_k), path)
+            received = self._rehearse_dispatch(call)
+            hidden = min(config.hidden, config.payload_bytes // dtype.itemsize)
+            if received and hidden:
+                self._rehearse_combine(torch.zeros(0, hidden, dtype=dtype), received.handle)
+        torch.cuda.synchronize()
+
+    def _rehearse_dispatch(self, call: Call) -> Received | None:
+        inputs = call.x, call.topk_idx, call.topk_weights
+        key = call.path, call.fmt, call.topk_idx.dtype, *(t.data_ptr() % 16 == 0 for t in inputs)
+        return self._rehearse(key, dispatch(self._exchange, call))
+
+    def _rehearse_combine(self, out: torch.Tensor, handle: Handle) -> None:
+        # Triton compiles a kernel for aligned pointers, and one for others.
+        aligned = out.data_ptr() % 16 == 0
+        key = handle.path, out.dtype, out.shape[1], handle.own_rows.shape[1], aligned
+        self._rehearse(key, combine(self._exchange, out, handle))
+
+    def _rehearse(self, key: Any, stages: Stages) -> Any:
+        """Run a phase's kernels for nothing, once for each kind of call.
+
+        So they are compiled and loaded while no kernel waits for them.
+        """
+        if not self._on_gpu or key in self._rehearsed:
+            return None
+        self._rehearsed.add(key)
+        with self._exchange.cut_short():
+            try:
+                while True:
+                    next(stages)
+            except StopIteration as stop:
+                return stop.value
+
     def _check_same_config(self, wrong: Exception | None) -> None:
         """Raise on every rank if an argument is wrong on any, or differs."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_rank(self._group) < 0:
@@ -121,6 +202,8 @@ class Communicator:
         names = ("topo", "num_experts", "top_k", "hidden", "max_tokens_per_rank", "dtype")
         for name in (*names, "expert_to_rank", "staging_records", "paths") if own else ():
             own[name] = repr(getattr(self.config, name))
+        if own:
+            own |= {"device": self.config.device.type, "wire": repr(self._wire)}
         said = self._gather((str(wrong or ""), own))
         if wrong:
             raise wrong
@@ -170,6 +253,8 @@ class Communicator:
             f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}, top-k "
             f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}"
         )
+        self._check_usable()
+        self._rehearse_dispatch(call)
         return self._run(dispatch(self._exchange, call), "dispatch", call.path, said)
 
     def combine(self, out: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -195,7 +280,10 @@ class Communicator:
         agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]}"
         status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
         said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
-        stages = combine(self._exchange, plain(out), handle, status=status)
+        self._check_usable()
+        out = plain(out)
+        self._rehearse_combine(out, handle)
+        stages = combine(self._exchange, out, handle, status=status)
         return self._run(stages, "combine", handle.path, said)
 
     def _refuse(self, verb: str, wrong: Exception) -> Any:
@@ -216,10 +304,10 @@ class Communicator:
         self._broken = True  # until the end is reached
         try:
             while True:
-                waits, began_s = next(stages)(), time.monotonic()
-                # The kernels wait for the same words again: their waits end at once.
-                if not meeting.wait(waits):
-                    meeting.give_up(verb, path, meeting.late(waits), time.monotonic() - began_s)
+                waits, began_s = next(stages), time.monotonic()
+                # On a CPU the kernels wait again for words that are there; on a GPU they wait.
+                if not self._on_gpu and not meeting.wait(waits()):
+                    meeting.give_up(verb, path, meeting.late(waits()), time.monotonic() - began_s)
         except StopIteration as stop:
             result = stop.value
         except CallsDiffer:
@@ -229,7 +317,10 @@ class Communicator:
         except BaseException:
             meeting.say_given_up()
             raise
-        assert not self._exchange.failure(), self._exchange.failure()
+        failure = self._exchange.failure()
+        if failure:
+            late = [(failure.word, failure.pe, failure.expected)]
+            meeting.give_up(verb, path, late, self.deadline_s)
         self._end()
         return result
 
@@ -299,6 +390,18 @@ def _raise_differ(verb: str, wrong: Exception | None, texts: list[str]) -> NoRet
     calls = "; ".join(f"{text} by ranks {ranks}" for text, ranks in callers.items())
     text = f"nothing moved in {verb}: calls must agree on all ranks, got {calls}"
     raise PeerError(text) from None
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _checked_wire(wire: str | None, device: torch.device) -> str | None:
+    if wire not in (None, "nvshmem"):
+        raise ValueError(f"wire must be None or 'nvshmem', got {wire!r}")
+    if wire and device.type == "cpu":
+        raise ValueError(f"wire must be None on a CPU, got {wire!r}")
+    return wire
 
 
 def _checked_deadline(deadline_s: float | None) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from railwave._check import check_index, check_positive_int
+from railwave._check import check_device, check_index, check_positive_int
 from railwave.heap import Layout
 from railwave.kernels.shape import Shape, make_format, pow2
 from railwave.topology import Topology
@@ -32,21 +32,28 @@ class Tiles:
 
     chunk: int  # records under one arrived word
     block_m: int  # records or rows a tile
-    block_w: int  # 32-bit words a tile
+    tile_words: int  # 32-bit words a tile, over all its records or rows
     block_put: int  # words a tile of put, which moves chunks as they lie
     block_h: int  # elements a tile
     block_t: int  # tokens a step of count
     block_n: int  # nodes a program of count and forward
     block_e: int  # experts a program of count
     match: int  # records a program of match
-    programs: int  # programs a peer
+    programs: int  # programs of a launch that moves payload, over all its peers
+
+    def block_w(self, rows: int) -> int:
+        """Return words of each row in a tile of `rows` rows, a power of two."""
+        return max(16, self.tile_words // pow2(rows))
 
     def clipped(self, staging_records: int, max_tokens: int) -> "Tiles":
-        """Return tiles no larger than what there is to move."""
+        """Return tiles no larger than what there is to move.
+
+        But of two rows at least: triton 3.6 fails to compile hints about a tile of one.
+        """
         return replace(
             self,
-            chunk=min(self.chunk, pow2(staging_records)),
-            block_m=min(self.block_m, pow2(max_tokens)),
+            chunk=min(self.chunk, max(2, pow2(staging_records))),
+            block_m=min(self.block_m, max(2, pow2(max_tokens))),
             block_t=min(self.block_t, pow2(max_tokens)),
         )
 
@@ -55,7 +62,7 @@ class Tiles:
 INTERPRETED = Tiles(
     chunk=64,
     block_m=64,
-    block_w=1024,
+    tile_words=1 << 16,
     block_put=8192,
     block_h=1024,
     block_t=128,
@@ -67,15 +74,26 @@ INTERPRETED = Tiles(
 COMPILED = Tiles(
     chunk=16,
     block_m=8,
-    block_w=512,
+    tile_words=4096,
     block_put=4096,
     block_h=512,
     block_t=64,
     block_n=1,
     block_e=16,
     match=256,
-    programs=32,
+    programs=128,
 )
+
+
+def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
+    """Return tiles whose waiting launches fit on a GPU beside those of all PEs that share it.
+
+    Two programs of 128 threads fit on an SM however many registers they take; so no program that
+    waits keeps one that is waited for from starting.
+
+    Example: of 132 SMs, 32 PEs may have 8 programs each.
+    """
+    return replace(tiles, programs=max(1, min(tiles.programs, 2 * num_sms // sharing)))
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,9 @@ class Config:
     expert_to_rank: Any = None  # after construction: a tuple of E ranks
     staging_records: int | None = None  # after construction: an int
     paths: Sequence[str] = PATHS  # after construction: a tuple
-    tiles: Tiles = INTERPRETED
+    device: torch.device | str = "cpu"  # after construction: a torch.device
+    tiles: Tiles | None = None  # default: by device
+    remote: bool = False  # some PEs are reached by NVSHMEM alone
 
     def __post_init__(self) -> None:
         if not isinstance(self.topo, Topology):
@@ -112,6 +132,10 @@ class Config:
             object.__setattr__(self, name, check_positive_int(getattr(self, name), name))
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        object.__setattr__(self, "device", check_device(self.device))
+        if self.tiles is None:
+            tiles = INTERPRETED if self.device.type == "cpu" else COMPILED
+            object.__setattr__(self, "tiles", tiles)
         object.__setattr__(self, "expert_to_rank", self._checked_expert_to_rank())
         object.__setattr__(self, "paths", self._checked_paths())
         self._warn_of_uneven_rails()
@@ -239,6 +263,7 @@ class Config:
             CHUNK=tiles.chunk,
             CHUNKS=chunks,
             CHUNKS_P=pow2(chunks),
+            REMOTE=self.remote,
         )
 
     @cached_property
@@ -263,6 +288,7 @@ class Config:
             {
                 **{name: num_words * 8 for name, num_words in words.items()},
                 "messages": 2 * W * S.NOTIFY_WORDS * 4,
+                "outbox": topo.nodes * S.NOTIFY_WORDS * 4,
                 "send": staging,
                 "recv": staging,
                 "rows": self.max_rows * widest.META * 4,

@@ -26,7 +26,7 @@ _RUNNING = threading.Lock()
 
 
 class LocalWorld:
-    """Run dispatch and combine of all W ranks in this process, on CPU tensors.
+    """Run dispatch and combine of all W ranks in this process, on one device.
 
     The kernels and the stages are those of one process per rank; here they take turns. Arguments
     and results are lists over ranks. One thread at a time, whatever the number of worlds: Triton's
@@ -46,6 +46,7 @@ class LocalWorld:
         paths: the paths that dispatch may take. native and rail need staging for all peers at once,
             (N - 1) slices, the others two buffers.
         order: which PE of those that can go on runs next; None goes round.
+        device: cpu, where Triton interprets the kernels, or one GPU, which all ranks then share.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule above.
@@ -80,6 +81,7 @@ class LocalWorld:
         staging_records: int | None = None,
         paths: Sequence[str] = PATHS,
         order: random.Random | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.config = Config(
             topo=topo,
@@ -91,13 +93,14 @@ class LocalWorld:
             expert_to_rank=expert_to_rank,
             staging_records=staging_records,
             paths=paths,
+            device=device,
         )
         if order is not None and not callable(getattr(order, "choice", None)):
             raise TypeError(f"order must have a method choice, as random.Random, got {order!r}")
         self._order = order
         self._interrupted = False
         self.traffic: Traffic | None = None
-        device = torch.device("cpu")
+        device = self.config.device
         with torch.inference_mode(False):  # else these tensors could not be used outside it
             self.heap = LocalHeap(topo.num_ranks, self.config.layout, device=device)
             self._exchanges = [
@@ -190,7 +193,7 @@ class LocalWorld:
                     results[pe] = stop.value
                     del waiting[pe]
         for exchange in self._exchanges:
-            assert not exchange.failure(), f"a kernel waited in vain: {exchange.failure()}"
+            assert exchange.failure() is None, f"a kernel waited in vain: {exchange.failure()}"
         self._interrupted = False
         self.traffic = recorder.traffic([e.put_words for e in self._exchanges])
         return results

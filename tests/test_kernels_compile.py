@@ -60,6 +60,8 @@ def run_cluster(path, dtype):
     topo = Topology(3, 2, 2)
     sizes = {"num_experts": 8, "top_k": 2, "hidden": 16, "max_tokens_per_rank": 8, "dtype": dtype}
     world = LocalWorld(topo, **sizes, staging_records=4)
+    for pe in world._exchanges:
+        pe.compare_calls = True  # as in one process per rank
     routing = skewed_routing(6, 8, 8, 2, gpus_per_node=2, skew=0.0, seed=0)
     xs = [torch.ones(len(ids), 16, dtype=dtype) for ids in routing.topk_idx]
     received = world.dispatch(xs, routing.topk_idx, routing.topk_weights, path=path)
@@ -86,6 +88,7 @@ def as_launch(kernel, args):
 
 
 COMPILED_KERNELS = load(interpret=False)
+nvshmem = COMPILED_KERNELS.wire.nvshmem  # the module
 
 
 def all_kernels():
@@ -117,13 +120,15 @@ def recorded():
     return list(launches), sums
 
 
-def compile_launch(launch):
-    """Compile a kernel as it was launched; return the cubin."""
+def compile_launch(launch, *, remote=False):
+    """Compile a kernel as it was launched, or as if some PEs were not mapped; return its code."""
     kernel = getattr(getattr(COMPILED_KERNELS, launch.op), launch.kernel)
-    source = ASTSource(
-        fn=kernel, signature=dict(launch.signature), constexprs=dict(launch.constants)
-    )
-    return triton.compile(source, target=SM_90, options={"enable_fp_fusion": False}).asm["cubin"]
+    constants, options = dict(launch.constants), {"enable_fp_fusion": False}
+    if remote:
+        constants["S"] = replace(constants["S"], REMOTE=True)
+        options["extern_libs"] = {nvshmem.LIBRARY: nvshmem.device_library(90)}
+    source = ASTSource(fn=kernel, signature=dict(launch.signature), constexprs=constants)
+    return triton.compile(source, target=SM_90, options=options).asm
 
 
 SPACES = (tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype)
@@ -144,12 +149,62 @@ def test_every_kernel_compiles_and_interpreting_goes_on():
     check_language()
     assert {(launch.op, launch.kernel) for launch in launches} == all_kernels()
     for launch in launches:
-        cubin = compile_launch(launch)
-        assert cubin[:4] == b"\x7fELF", launch.id
+        assert compile_launch(launch)["cubin"][:4] == b"\x7fELF", launch.id
     check_language()
     again = run_cluster(*RUNS[0])
     assert all(torch.equal(a, b) for a, b in zip(again, sums[0], strict=True))
     check_language()
+
+
+REMOTE_KERNELS = {"_notify_kernel", "_forward_kernel", "_put_kernel", "_tell_kernel"}
+REMOTE_KERNELS |= {"_unpack_kernel", "_give_back_kernel"}
+
+
+@pytest.mark.parametrize("kernel", sorted(REMOTE_KERNELS))
+def test_a_kernel_that_reaches_other_nodes_compiles_against_the_bitcode_of_nvshmem(kernel):
+    if torch.version.cuda is None:
+        assert nvshmem._version_of("nvidia-nvshmem-cu13") == "3.4.5"
+    launch = next(launch for launch in recorded()[0] if launch.kernel == kernel)
+    asm = compile_launch(launch, remote=True)
+    assert asm["cubin"][:4] == b"\x7fELF"
+    assert "nvshmemi_device_state_d" in asm["ptx"]  # it calls what needs NVSHMEM's state
+    assert "nvshmem" not in compile_launch(launch)["ptx"]
+
+
+def test_only_kernels_that_reach_other_nodes_link_nvshmem():
+    links = {
+        f"_{name}_kernel"
+        for op in OPS
+        for name, fn in vars(getattr(COMPILED_KERNELS, op)).items()
+        if inspect.isfunction(fn) and fn.__module__.endswith(f".{op}")
+        if "**libraries(shape)" in inspect.getsource(fn)
+    }
+    assert links == REMOTE_KERNELS
+
+
+@pytest.mark.parametrize("names", [["libnvshmem_device.bc"], ["libnvshmem_device_sm_90.bc"]])
+def test_the_bitcode_is_found_in_both_layouts_of_its_package(names, tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    for name in names:
+        (tmp_path / "lib" / name).touch()
+    monkeypatch.setattr(nvshmem, "_package_paths", lambda: [str(tmp_path)])
+    assert nvshmem.device_library(90) == str(tmp_path / "lib" / names[0])
+
+
+def test_a_missing_or_unfit_bitcode_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvshmem, "_package_paths", list)
+    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
+    with pytest.raises(ImportError, match="pip install nvidia-nvshmem-cu13, or set NVSHMEM_HOME"):
+        nvshmem.device_library(90)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libnvshmem_device_sm_80.bc").touch()
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    with pytest.raises(ImportError, match="no device bitcode for sm_90"):
+        nvshmem.device_library(90)
+    for fit in (("3.4.5", "3.6.0"), ("3.7.9", "3.6.1"), ("3.8.0", "3.7.0"), ("", "3.6.0")):
+        nvshmem._check_versions(*fit)
+    with pytest.raises(RuntimeError, match=r"triton 3\.6\.0 cannot .* NVSHMEM 3\.8\.0"):
+        nvshmem._check_versions("3.8.0", "3.6.0")
 
 
 def test_compiling_comes_first_in_a_fresh_process():
@@ -166,8 +221,8 @@ from heaps import make_config
 S = make_config(2, 2, 2).shape
 
 def compile_tell():
-    constants = {"S": S, "GRANT_WAVES": 1}
-    signature = dict.fromkeys(("me", "word_off", "grant_off"), "i64")
+    constants = {"S": S}
+    signature = dict.fromkeys(("me", "word_off", "grant_off", "grant_waves"), "i64")
     signature |= {"bases_ptr": "*i64", "state_ptr": "*i64"}
     signature |= {"recv_load_ptr": "*i32", "rail_mates_ptr": "*i32"}
     signature |= dict.fromkeys(constants, "constexpr")

@@ -56,7 +56,7 @@ def run_count(config, topk_idx, *, block_t=4, block_n=2, block_e=16, status=0):
     assert (row_index[T:] == PATTERN).all()
     token = maps["record_token"]
     assert torch.equal(record_token, torch.where(token >= 0, token, PATTERN))
-    assert torch.equal(state, make_state(epoch=7, notifies=5))
+    assert torch.equal(state, make_state(epoch=7, notifies=5, failed=1))
     return counts, record_token, row_index
 
 
@@ -115,6 +115,7 @@ def notify_all(config, memory, states, all_counts, *, block_n, order):
         notify.notify(
             *(memory.bases, states[me], all_counts[me], config.tables.expert_start),
             me=me,
+            outbox_off=memory.off("outbox"),
             shape=config.shape,
             **where,
         )

@@ -30,7 +30,7 @@ def init(topo=TOPO, **arguments):
 
 def dispatch(rw, batch, path):
     """Dispatch this rank's part of a batch and check it; return the handle."""
-    mine = [values[rw.rank] for values in batch.arguments]
+    mine = [values[rw.rank].to(rw.config.device) for values in batch.arguments]
     received, want = rw.dispatch(*mine, path=path), batch.expected[rw.rank]
     for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_expert"):
         assert bytes_equal(getattr(received, name), getattr(want, name)), (path, name)
@@ -39,7 +39,7 @@ def dispatch(rw, batch, path):
 
 def combine(rw, batch, handle, outs):
     """Combine this rank's part of a batch and check it; return the sums."""
-    y = rw.combine(outs[rw.rank], handle)
+    y = rw.combine(outs[rw.rank].to(rw.config.device), handle)
     want = combine_ref(rw.config.topo, outs, batch.expected, batch.num_tokens)
     assert bits_equal(y, want[rw.rank]), handle.path
     return y

@@ -32,7 +32,19 @@ LAYERS = (
 )
 # The same within kernels/: they import one another relatively, so that each mode has its own.
 KERNEL_LAYERS = (
-    *("shape", "lang", "wire", "count", "notify", "quota", "match", "pack", "unpack", "combine"),
+    *(
+        "shape",
+        "lang",
+        "nvshmem",
+        "wire",
+        "count",
+        "notify",
+        "quota",
+        "match",
+        "pack",
+        "unpack",
+        "combine",
+    ),
 )
 
 

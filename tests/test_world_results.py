@@ -206,7 +206,7 @@ def test_two_worlds_side_by_side():
 def test_results_do_not_depend_on_tiles(monkeypatch):
     """Tiles of one or two, and several programs a peer, as on a GPU."""
     small = dict.fromkeys(("chunk", "block_m", "block_t", "match", "programs"), 2)
-    tiles = replace(INTERPRETED, **small, block_w=4, block_h=4, block_n=1)
+    tiles = replace(INTERPRETED, **small, tile_words=4, block_h=4, block_n=1)
     module = importlib.import_module("railwave.world")
     monkeypatch.setattr(module, "Config", partial(module.Config, tiles=tiles))
     world = make_world(2, 2, 2, hidden=10, top_k=2)

@@ -56,6 +56,7 @@ def bits_equal(a, b):
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
+    a, b = a.cpu(), b.cpu()
     nan = a.isnan()
     ints = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
     same = a.contiguous().view(ints) == b.contiguous().view(ints)
@@ -64,7 +65,7 @@ def bits_equal(a, b):
 
 def bytes_equal(a, b):
     """Tell whether two tensors agree in dtype, shape and every byte."""
-    views = [t.contiguous().view(torch.uint8) for t in (a, b)]
+    views = [t.cpu().contiguous().view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*views)
 
 

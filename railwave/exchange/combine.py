@@ -43,9 +43,7 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0)
     _copy_in(sums, words)
     pe.tell("rows_in", handle.out_load, grant_waves=rounds[0].num_peers if rounds else 0)
     if pe.compare_calls:
-        yield from pe.notify_status(status)
-        yield pe.all_wait("notify", 0)
-        pe.check_same_call(status)
+        yield from pe.compare_status(status)
     yield pe.all_wait("rows_in", 1)
 
     _own(sums)
@@ -80,7 +78,7 @@ def _copy_in(sums: _Sums, words: torch.Tensor) -> None:
         rows_off=pe.heap.layout["rows"],
         row_words=sums.row_words,
         notified=pe.compare_calls,
-        block_w=pe.config.tiles.block_w,
+        block_w=pe.config.tiles.block_w(pe.config.tiles.block_m),
         **pe.tiles(),
     )
     pe.epoch += 1
@@ -114,7 +112,7 @@ def _reduce(sums: _Sums, this: Round) -> None:
         wire_dtype=sums.dtype,
         block_h=pe.config.tiles.block_h,
         **pe.round_args(this),
-        **pe.tiles(),
+        **{**pe.tiles(), "programs": pe.programs(this)},
     )
 
 

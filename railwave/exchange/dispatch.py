@@ -26,7 +26,9 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     pe.put_words.zero_()
     record_token = _count(pe, call)
     pe.kernels.notify.notify(
-        *(pe.heap.bases, pe.state, pe.counts, pe.expert_start), **notified_word
+        *(pe.heap.bases, pe.state, pe.counts, pe.expert_start),
+        outbox_off=layout["outbox"],
+        **notified_word,
     )
     yield pe.rail_wait("notify", 0)
 
@@ -114,20 +116,20 @@ def _match(pe: Exchange, call: Call, record_token: torch.Tensor) -> Handle:
 
 
 def _pack(pe: Exchange, call: Call, handle: Handle, tokens: Any, this: Round) -> None:
-    layout = pe.heap.layout
+    layout, tiles = pe.heap.layout, pe.config.tiles
     pe.kernels.pack.pack(
         *(pe.heap.bases, pe.state, pe.counts, handle.record_token, handle.proxy, handle.slot),
         *(pe.row_index, tokens),
         send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
         fmt=call.fmt,
-        block_w=pe.config.tiles.block_w,
+        block_w=tiles.block_w(tiles.block_m),
         **pe.round_args(this),
-        **pe.tiles(),
+        **{**pe.tiles(), "programs": pe.programs(this)},
     )
 
 
 def _local(pe: Exchange, call: Call, handle: Handle, tokens: Any, *, tell_packed: bool) -> None:
-    layout = pe.heap.layout
+    layout, tiles = pe.heap.layout, pe.config.tiles
     pe.kernels.pack.local(
         *(handle.own_rows, pe.heap.bases, pe.state, pe.counts, handle.record_token),
         *(pe.row_index, pe.plan.row_start, tokens),
@@ -136,13 +138,13 @@ def _local(pe: Exchange, call: Call, handle: Handle, tokens: Any, *, tell_packed
         packed_off=layout["packed"],
         tell_packed=tell_packed,
         fmt=call.fmt,
-        block_w=pe.config.tiles.block_w,
+        block_w=tiles.block_w(tiles.block_m * call.fmt.ENTRIES_P),
         **pe.tiles(),
     )
 
 
 def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round | None) -> None:
-    layout = pe.heap.layout
+    layout, tiles = pe.heap.layout, pe.config.tiles
     pe.kernels.unpack.unpack(
         *(handle.in_rows, pe.heap.bases, pe.state, handle.in_load, pe.rail_mates),
         pe.plan.row_start,
@@ -154,8 +156,8 @@ def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round 
         next_round=(after.wave, after.first) if after else None,
         shape=pe.config.shape,
         fmt=call.fmt,
-        programs=pe.config.tiles.programs,
-        block_w=pe.config.tiles.block_w,
+        programs=pe.programs(this),
+        block_w=tiles.block_w(pe.config.shape.CHUNK * call.fmt.ENTRIES_P),
         step=this.step,
         **pe.round_args(this),
     )
@@ -164,6 +166,7 @@ def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round 
 
 def _finish(pe: Exchange, call: Call, handle: Handle) -> Received:
     layout, fmt, rows = pe.heap.layout, call.fmt, handle.num_rows
+    tiles = pe.config.tiles
     words = pe.ints(rows, fmt.X_WORDS)
     topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=pe.device)
     weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=pe.device)
@@ -174,7 +177,7 @@ def _finish(pe: Exchange, call: Call, handle: Handle) -> Received:
         rows_off=layout["rows"],
         delivered_off=layout["delivered"],
         fmt=fmt,
-        block_w=pe.config.tiles.block_w,
+        block_w=tiles.block_w(tiles.block_m),
         **pe.tiles(),
     )
     num_experts = pe.config.experts_per_rank[pe.pe]

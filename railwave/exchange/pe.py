@@ -5,14 +5,15 @@ Letters: N nodes, G GPUs a node, R rails, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from railwave.config import Config, Round
-from railwave.heap import LocalHeap, ShmHeap
+from railwave.heap import LocalHeap, NvshmemHeap, ShmHeap
 from railwave.kernels import load
 
 
@@ -23,6 +24,16 @@ class Wait:
     word: str  # the region of the words
     index: slice | list[int]  # into the region
     mark: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kernel's wait that passed its deadline."""
+
+    word: str
+    pe: int  # whose word it is
+    seen: int
+    expected: int
 
 
 # A stage yields what the next one waits for, to be worked out by who wants to know: it reads tables
@@ -58,7 +69,7 @@ class Exchange:
     def __init__(
         self,
         config: Config,
-        heap: LocalHeap | ShmHeap,
+        heap: LocalHeap | ShmHeap | NvshmemHeap,
         pe: int,
         *,
         device: torch.device,
@@ -111,6 +122,10 @@ class Exchange:
             "programs": tiles.programs,
             "block_m": tiles.block_m,
         }
+
+    def programs(self, this: Round) -> int:
+        """Return the programs per peer of a round's launches."""
+        return max(1, self.config.tiles.programs // this.num_peers)
 
     def round_args(self, this: Round) -> dict[str, int]:
         """Return the arguments that a launcher of one round takes."""
@@ -192,7 +207,7 @@ class Exchange:
             wait_grant=wait_grant,
             tell_taken=tell_taken,
             shape=self.config.shape,
-            programs=self.config.tiles.programs,
+            programs=self.programs(this),
             block_w=self.config.tiles.block_put,
         )
 
@@ -208,19 +223,32 @@ class Exchange:
             shape=self.config.shape,
         )
 
-    def notify_status(self, status: int) -> Stages:
-        """Tell all ranks a status alone: a notify without counts, forwarded at once."""
-        layout, S = self.heap.layout, self.config.shape
-        where = {"me": self.pe, "notify_off": layout["messages"], "word_off": layout["notify"]}
+    def compare_status(self, status: int) -> Stages:
+        """Tell all ranks a status alone, a notify without counts, and compare it with theirs.
+
+        Raises:
+            CallsDiffer: see `check_same_call`.
+        """
+        layout, S, notify = self.heap.layout, self.config.shape, self.kernels.notify
+        where = {"me": self.pe, "word_off": layout["notify"], "shape": S}
         self.counts.zero_()
         self.counts[0] = status
-        self.kernels.notify.notify(
-            *(self.heap.bases, self.state, self.counts, self.expert_start), **where, shape=S
+        notify.notify(
+            *(self.heap.bases, self.state, self.counts, self.expert_start),
+            notify_off=layout["messages"],
+            outbox_off=layout["outbox"],
+            **where,
         )
         yield self.rail_wait("notify", 0)
-        self.kernels.notify.forward(
-            *(self.heap.bases, self.state), **where, shape=S, block_n=self.config.tiles.block_n
+        notify.forward(
+            *(self.heap.bases, self.state),
+            notify_off=layout["messages"],
+            block_n=self.config.tiles.block_n,
+            **where,
         )
+        yield self.all_wait("notify", 0)
+        notify.heard(self.heap.bases, self.state, **where)
+        self.check_same_call(status)
 
     def start_at(self, epoch: int) -> None:
         """Go on after a failure, beyond every epoch in flight: the same on all PEs."""
@@ -230,6 +258,15 @@ class Exchange:
         self.state[wire.NOTIFIES.value] = epoch  # any number that all agree on
         self.state[wire.FAILED.value] = 0
 
+    @contextmanager
+    def cut_short(self) -> Iterator[None]:
+        """Run stages as if the phase had failed: every kernel runs, nothing waits or is told."""
+        state, epoch = self.state.clone(), self.epoch
+        self.state[self.kernels.wire.FAILED.value] = 1
+        yield
+        self.state.copy_(state)
+        self.epoch = epoch
+
     def check_same_call(self, own: int) -> None:
         """Compare what all ranks said of their calls in notify.
 
@@ -238,21 +275,22 @@ class Exchange:
         """
         if not self.compare_calls:
             return  # whoever drives all PEs has compared their arguments; spare reading the device
+        state, wire = self.state.tolist(), self.kernels.wire
         messages = self.heap.region(self.pe, "messages", torch.int32)
-        area = int(self.state[self.kernels.wire.NOTIFIES.value]) % 2
+        area = state[wire.NOTIFIES.value] % 2
         statuses = messages.view(2, self.config.topo.num_ranks, -1)[area, :, 0].tolist()
+        if state[wire.FAILED.value]:
+            return  # some have said nothing; the phase ends with that
         if any(status != own or status < 0 for status in statuses):
             raise CallsDiffer(statuses)
 
-    def failure(self) -> str:
-        """Say what the phase's first wait past its deadline waited for; "" if there was none."""
+    def failure(self) -> Failure | None:
+        """Return what the phase's first wait past its deadline waited for, if there was one."""
         wire = self.kernels.wire
         failed, word, peer, seen, expected = self.state[
             wire.FAILED.value : wire.CLOCK_NS.value
         ].tolist()
-        if not failed:
-            return ""
-        return f"PE {self.pe} saw {wire.WORDS[word]} of PE {peer} at {seen}, not {expected}"
+        return Failure(wire.WORDS[word], peer, seen, expected) if failed else None
 
     def saw_arrival(self, recv_load: torch.Tensor, this: Round) -> None:
         """Tell the observer that all of a round has arrived here."""

@@ -15,6 +15,4 @@ def refuse(pe: Exchange) -> Stages:
     pe.state[wire.EPOCH.value] += 1
     pe.state[wire.NOTIFIES.value] += 1
     pe.epoch += 1
-    yield from pe.notify_status(BAD_CALL)
-    yield pe.all_wait("notify", 0)
-    pe.check_same_call(BAD_CALL)
+    yield from pe.compare_status(BAD_CALL)

@@ -9,6 +9,7 @@ first call, and no environment variable or global setting is read or changed.
 
 import importlib
 import sys
+from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 
 OPS = ("count", "notify", "quota", "match", "pack", "wire", "unpack", "combine")
@@ -37,3 +38,13 @@ def load(*, interpret: bool) -> SimpleNamespace:
             mirror.__path__ = list(__path__)
             sys.modules[package] = mirror
     return SimpleNamespace(**{op: importlib.import_module(f"{package}.{op}") for op in OPS})
+
+
+def initialise_modules() -> None:
+    """Let every compiled kernel that calls NVSHMEM, which runs by now, do so once it is loaded."""
+    kernels = load(interpret=False)
+    kernels.wire.nvshmem.initialise_modules(set(_kernel_names(vars(kernels).values())))
+
+
+def _kernel_names(modules: Iterable[ModuleType]) -> Iterable[str]:
+    return (name for module in modules for name in vars(module) if name.endswith("_kernel"))

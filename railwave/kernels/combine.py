@@ -17,10 +17,10 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cdiv, helper, i64, iota, jit, tile_max
-from .shape import Shape, pow2
+from .nvshmem import libraries
+from .shape import Shape, pow2, row_align
 from .wire import (
     EPOCH,
-    FAILED,
     NOTIFIES,
     RETURNED,
     ROWS_IN,
@@ -39,28 +39,37 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @helper
-def load_f32(address, mask, DTYPE: tl.constexpr):
-    """Load elements of DTYPE at int64 addresses as float32, exactly; 0 where masked."""
+def load_f32(address, offs, mask, DTYPE: tl.constexpr):
+    """Load elements `offs` after int64 addresses, of 16 bytes' alignment, as float32, exactly."""
     if DTYPE == tl.bfloat16:
-        bits = tl.load(address.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32)
+        ptrs = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), [16, 16]) + offs
+        bits = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
         return (bits << 16).to(tl.float32, bitcast=True)
     else:
-        return tl.load(address.to(tl.pointer_type(DTYPE)), mask=mask, other=0.0).to(tl.float32)
+        ptrs = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), [16, 16]) + offs
+        return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @helper
-def store_rounded(address, value, mask, DTYPE: tl.constexpr):
-    """Round float32 to DTYPE, to nearest even, and store it at int64 addresses.
+def rounded(value, DTYPE: tl.constexpr):
+    """Round float32 to DTYPE, to nearest even; bfloat16 as int16 bits.
 
     bfloat16 is the upper half of a float32: add 0x7FFF, and 1 more where the kept part is odd.
     """
     if DTYPE == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True).to(tl.int64)
         half = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-        half = tl.where(value == value, half, 0x7FC0)  # any NaN becomes this one
-        tl.store(address.to(tl.pointer_type(tl.int16)), half.to(tl.int16), mask=mask)
+        return tl.where(value == value, half, 0x7FC0).to(tl.int16)  # any NaN becomes this one
     else:
-        tl.store(address.to(tl.pointer_type(DTYPE)), value.to(DTYPE), mask=mask)
+        return value.to(DTYPE)
+
+
+@helper
+def store_rounded(address, offs, value, mask, DTYPE: tl.constexpr):
+    """Store float32, rounded to DTYPE, as elements `offs` after addresses as `load_f32` takes."""
+    BITS: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
+    ptrs = tl.multiple_of(address.to(tl.pointer_type(BITS)), [16, 16]) + offs
+    tl.store(ptrs, rounded(value, DTYPE), mask=mask)
 
 
 @helper
@@ -90,9 +99,8 @@ def sum_rows(
             pe = node * S.G + tl.where(there, entry % S.G, 0)
             start = tl.load(bases_ptr + pe, mask=there, other=0) + rows_off
             address = (start + entry // S.G * row_bytes)[:, None]
-            address = address + (offs_h * (DTYPE.primitive_bitwidth // 8))[None, :]
             mask = there[:, None] & (offs_h < H)[None, :]
-            total += load_f32(address, mask, DTYPE)
+            total += load_f32(address, offs_h[None, :], mask, DTYPE)
     return total
 
 
@@ -109,6 +117,7 @@ def _copy_in_kernel(
     X_WORDS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     NOTIFIED: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -117,19 +126,20 @@ def _copy_in_kernel(
         tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
         if NOTIFIED:
             tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
-        tl.store(state_ptr + FAILED, 0)
     dst = tl.load(bases_ptr + i64(me)) + rows_off
     dst_ptr = dst.to(tl.pointer_type(tl.int32))
     n: int = i64(num_rows)
     stride: int = i64(stride_words_i)
     for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
         offs_i = i + iota(BLOCK_M)
+        src_rows = words_ptr + (offs_i * stride)[:, None]
+        src_rows = tl.multiple_of(src_rows, [ROW_ALIGN, ROW_ALIGN])
+        dst_rows = tl.multiple_of(dst_ptr + (offs_i * ROW_WORDS)[:, None], [16, 16])
         for w in range(0, X_WORDS, BLOCK_W):
             offs_w = w + iota(BLOCK_W)
             mask = (offs_i < n)[:, None] & (offs_w < X_WORDS)[None, :]
-            src_ptrs = words_ptr + (offs_i * stride)[:, None] + offs_w[None, :]
-            dst_ptrs = dst_ptr + (offs_i * ROW_WORDS)[:, None] + offs_w[None, :]
-            tl.store(dst_ptrs, tl.load(src_ptrs, mask=mask, other=0), mask=mask)
+            words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
+            tl.store(dst_rows + offs_w[None, :], words, mask=mask)
 
 
 @jit
@@ -218,8 +228,7 @@ def _reduce_kernel(
             )
             mask = mask_i[:, None] & (offs_h < H)[None, :]
             address = (dst + record * (RECORD_WORDS * 4))[:, None]
-            address = address + (offs_h * (WIRE.primitive_bitwidth // 8))[None, :]
-            store_rounded(address, total, mask, WIRE)
+            store_rounded(address, offs_h[None, :], total, mask, WIRE)
 
 
 @jit
@@ -241,8 +250,6 @@ def _give_back_kernel(
     next_first,
     S: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
-    WAIT_TAKEN: tl.constexpr,
-    HAS_NEXT: tl.constexpr,
 ):
     """At the proxy: when all of the round has arrived, grant the next and tell the owners."""
     me: int = i64(me)
@@ -254,9 +261,9 @@ def _give_back_kernel(
         d: int = (node + S.N - i64(wave) - i) % S.N
         n: int = records_in_round(recv_load_ptr, d * S.G + local, first, ROUND_RECORDS)
         wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, d, 0, cdiv(n, S.CHUNK), S)
-    if WAIT_TAKEN:
+    if i64(step) > 1:
         wait_node(bases_ptr, state_ptr, me, taken_off, value - 1, TAKEN, S)
-    if HAS_NEXT:
+    if i64(next_wave) > 0:
         grant(
             *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr, grant_off),
             *(i64(next_wave), i64(next_first), value + 1, S),
@@ -308,9 +315,9 @@ def _take_kernel(
         for h in range(0, H, BLOCK_H):
             offs_h = h + iota(BLOCK_H)
             mask = mask_i[:, None] & (offs_h < H)[None, :]
-            address = src[:, None] + (offs_h * (WIRE.primitive_bitwidth // 8))[None, :]
             acc_ptrs = acc_ptr + (t * H)[:, None] + offs_h[None, :]
-            total = tl.load(acc_ptrs, mask=mask, other=0.0) + load_f32(address, mask, WIRE)
+            total = tl.load(acc_ptrs, mask=mask, other=0.0)
+            total += load_f32(src[:, None], offs_h[None, :], mask, WIRE)
             tl.store(acc_ptrs, total, mask=mask)
 
 
@@ -334,8 +341,7 @@ def _final_kernel(
     for i in range(i64(tl.program_id(0)) * BLOCK, n, i64(tl.num_programs(0)) * BLOCK):
         offs = i + iota(BLOCK)
         total = tl.load(acc_ptr + offs, mask=offs < n, other=0.0)
-        address = y_ptr.to(tl.int64) + offs * (DTYPE.primitive_bitwidth // 8)
-        store_rounded(address, total, offs < n, DTYPE)
+        tl.store(y_ptr + offs, rounded(total, DTYPE), mask=offs < n)
 
 
 def copy_in(
@@ -360,7 +366,7 @@ def copy_in(
         words: (rows, X_WORDS) int32, the outputs as words, rows at any stride.
         rows_off: byte offset of the rows region; row_words: words from one row to the next.
         notified: a notify goes with this phase, so its number advances too.
-        programs, block_m, block_w: programs, rows and words a tile.
+        programs, block_m, block_w: programs, rows a tile, words of each in it.
     """
     _copy_in_kernel[(programs,)](
         *(bases, state, words, words.stride(0), me, rows_off, words.shape[0]),
@@ -368,6 +374,7 @@ def copy_in(
         X_WORDS=words.shape[1],
         ROW_WORDS=row_words,
         NOTIFIED=notified,
+        ROW_ALIGN=row_align(words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(words.shape[1])),
     )
@@ -490,8 +497,7 @@ def give_back(
         *(wave, num_peers, first, step, next_wave, next_first),
         S=shape,
         ROUND_RECORDS=round_records,
-        WAIT_TAKEN=step > 1,
-        HAS_NEXT=next_round is not None,
+        **libraries(shape),
     )
 
 
@@ -556,8 +562,9 @@ def final(
     Args:
         y: out, (T, H) contiguous; acc: (T, H) float32.
     """
+    bits = y.view(torch.int16) if y.dtype == torch.bfloat16 else y
     _final_kernel[(programs,)](
-        *(y, acc, bases, state, me, rows_read_off, y.numel()),
+        *(bits, acc, bases, state, me, rows_read_off, y.numel()),
         S=shape,
         DTYPE=DTYPES[y.dtype],
         BLOCK=min(block, pow2(shape.T * y.shape[1])),

@@ -18,7 +18,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cumsum, helper, i64, iota, jit, tile_max, tile_sum
 from .shape import Shape, pow2
-from .wire import EPOCH, FAILED, NOTIFIES
+from .wire import EPOCH, NOTIFIES
 
 
 @helper
@@ -66,7 +66,6 @@ def _count_kernel(
     if pid == 0:
         tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
         tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
-        tl.store(state_ptr + FAILED, 0)
         tl.store(counts_ptr, status)
     if pid < NODE_BLOCKS:
         n = pid * BLOCK_N + iota(BLOCK_N)

@@ -17,14 +17,19 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import helper, i64, iota, jit
+from .nvshmem import libraries, put_signal, quiet
 from .shape import Shape, pow2
 from .wire import (
     NOTIFIES,
     NOTIFY,
+    alive,
     heap_i32,
     heap_i64,
+    is_mapped,
     mark,
+    own_address,
     send,
+    settle_words,
     signal,
     wait_all,
 )
@@ -46,6 +51,7 @@ def _notify_kernel(
     me,
     notify_off,
     word_off,
+    outbox_off,
     S: tl.constexpr,
     WORDS_P: tl.constexpr,
     PEERS_P: tl.constexpr,
@@ -58,6 +64,7 @@ def _notify_kernel(
     d = tl.where(i < S.N, i, node)
     pe = tl.where(i < S.N, i * S.G + local, node * S.G + i - S.N)
     mask_i = (i < S.N) | ((i < S.N + S.G) & (i - S.N != local))
+    mask_i &= alive(state_ptr) > 0
 
     # counts is [status | records (N) | rows (W) | slots (E)]; a message takes parts of it.
     c = iota(WORDS_P)
@@ -73,6 +80,22 @@ def _notify_kernel(
     words = tl.load(counts_ptr + src, mask=known, other=0)
     row_off: int = area(state_ptr, notify_off, S) + me * (S.NOTIFY_WORDS * 4)
     value: int = mark(state_ptr, 0, S)
+    if S.REMOTE:
+        quiet()  # the outbox, and all send buffers, may be written again
+        outbox_ptr = heap_i32(bases_ptr, me, outbox_off)
+        row_ptrs = outbox_ptr + (i * S.NOTIFY_WORDS)[:, None] + c[None, :]
+        tl.store(row_ptrs, words, mask=mask & (i < S.N)[:, None])
+        mask_i &= tl.load(bases_ptr + pe, mask=mask_i, other=0) != 0
+        mask &= mask_i[:, None]
+        num_nodes: int = S.N * alive(state_ptr)
+        for n in range(0, num_nodes):
+            if is_mapped(bases_ptr, n * S.G + local) == 0:
+                put_signal(
+                    own_address(bases_ptr, me, row_off),
+                    own_address(bases_ptr, me, outbox_off + n * (S.NOTIFY_WORDS * 4)),
+                    *(i64(S.NOTIFY_WORDS * 4), own_address(bases_ptr, me, word_off + me * 8)),
+                    *(value, n * S.G + local),
+                )
     send(bases_ptr, pe, row_off, words, mask, word_off + me * 8, value, mask_i)
 
 
@@ -97,6 +120,7 @@ def _forward_kernel(
     src = s * S.G + local
     word_ptrs = heap_i64(bases_ptr, me, word_off) + src
     ok: int = wait_all(word_ptrs, value, mask_s, src, NOTIFY, state_ptr)
+    settle_words(bases_ptr, me, word_off, src, value * ok, mask_s, S)
 
     c = iota(WORDS_P)
     g = iota(S.G_P)
@@ -114,6 +138,14 @@ def _forward_kernel(
     signal(told.to(tl.pointer_type(tl.int64)), value, mask_sg)
 
 
+@jit
+def _heard_kernel(bases_ptr, state_ptr, me, word_off, S: tl.constexpr, W_P: tl.constexpr):
+    """Wait until every rank's message is here. One program."""
+    w = iota(W_P)
+    word_ptrs = heap_i64(bases_ptr, i64(me), word_off) + w
+    wait_all(word_ptrs, mark(state_ptr, 0, S), w < S.N * S.G, w, NOTIFY, state_ptr)
+
+
 def notify(
     bases: torch.Tensor,
     state: torch.Tensor,
@@ -123,6 +155,7 @@ def notify(
     me: int,
     notify_off: int,
     word_off: int,
+    outbox_off: int,
     shape: Shape,
 ) -> None:
     """Send this rank's counts to the PE of its rail at every node and to its node-mates.
@@ -135,12 +168,14 @@ def notify(
         me: this PE.
         notify_off: byte offset of the two notify areas, (2, W, NOTIFY_WORDS) int32.
         word_off: byte offset of the words notify[rank], (W,) int64.
+        outbox_off: byte offset of the messages that NVSHMEM puts, (N, NOTIFY_WORDS) int32.
     """
     _notify_kernel[(1,)](
-        *(bases, state, counts, expert_start, me, notify_off, word_off),
+        *(bases, state, counts, expert_start, me, notify_off, word_off, outbox_off),
         S=shape,
         WORDS_P=pow2(shape.NOTIFY_WORDS),
         PEERS_P=pow2(shape.N + shape.G),
+        **libraries(shape),
     )
 
 
@@ -163,7 +198,19 @@ def forward(
         S=shape,
         WORDS_P=pow2(shape.NOTIFY_WORDS),
         BLOCK_N=block_n,
+        **libraries(shape),
     )
+
+
+def heard(
+    bases: torch.Tensor, state: torch.Tensor, *, me: int, word_off: int, shape: Shape
+) -> None:
+    """Wait for every rank's message, so that what is launched next may read them all.
+
+    Args: as `notify`.
+    """
+    W_P = pow2(shape.N * shape.G)
+    _heard_kernel[(1,)](bases, state, me, word_off, S=shape, W_P=W_P)
 
 
 def notify_ref(

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cumsum, helper, i64, iota, jit, tile_sum
-from .shape import Format, Shape, pow2
+from .shape import Format, Shape, pow2, row_align
 from .wire import alive, heaps_i32, mark, tell_node
 
 
@@ -51,16 +51,19 @@ def _store_row(
     stride_weights_t,
     stride_weights_k,
     F: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Write payload, ids and weights of tokens `t`; the payload's pad is zero, others stay."""
+    src_rows = words_ptr + (t * stride_words_t)[:, None]
+    src_rows = tl.multiple_of(src_rows, [ROW_ALIGN, ROW_ALIGN])
+    dst_rows = tl.multiple_of(dst_ptrs[:, None], [16, 16])
     for w in range(0, F.IDS, BLOCK_W):
         offs_w = w + iota(BLOCK_W)
-        src_ptrs = words_ptr + (t * stride_words_t)[:, None] + offs_w[None, :]
         mask = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
-        words = tl.load(src_ptrs, mask=mask, other=0)
+        words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
         mask = mask_i[:, None] & (offs_w < F.IDS)[None, :]
-        tl.store(dst_ptrs[:, None] + offs_w[None, :], words, mask=mask)
+        tl.store(dst_rows + offs_w[None, :], words, mask=mask)
     k = iota(F.K_P)
     mask = mask_i[:, None] & (k < F.K)[None, :]
     src_ptrs = topk_idx_ptr + (t * stride_idx_t)[:, None] + (k * stride_idx_k)[None, :]
@@ -119,6 +122,7 @@ def _pack_kernel(
     S: tl.constexpr,
     F: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -151,7 +155,7 @@ def _pack_kernel(
         _store_row(
             *(dst_ptrs, t, mask_i, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
-            *(weights_ptr, stride_weights_t, stride_weights_k, F, BLOCK_W),
+            *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
         tl.store(dst_ptrs + F.META, me + t * 0, mask=mask_i)
         rows = _load_rows(row_index_ptr, t, mask_i, d, S)
@@ -181,6 +185,7 @@ def _local_kernel(
     S: tl.constexpr,
     F: tl.constexpr,
     TELL_PACKED: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -217,7 +222,7 @@ def _local_kernel(
         _store_row(
             *(dst_ptrs, t, mask, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
-            *(weights_ptr, stride_weights_t, stride_weights_k, F, BLOCK_W),
+            *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
 
 
@@ -253,7 +258,7 @@ def pack(
         send_off: byte offset of the round's send buffer; one buffer of round_records a peer.
         wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
         first, round_records: slots [first, first + round_records) are this round's.
-        programs, block_m, block_w: programs a peer, records and words a tile.
+        programs, block_m, block_w: programs a peer, records a tile, words of each in it.
     """
     _pack_kernel[(programs, num_peers)](
         *(bases, state, counts, record_token, proxy, slot, row_index, *tokens.kernel_args()),
@@ -261,6 +266,7 @@ def pack(
         S=shape,
         F=fmt,
         ROUND_RECORDS=round_records,
+        ROW_ALIGN=row_align(tokens.words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),
     )
@@ -301,6 +307,7 @@ def local(
         S=shape,
         F=fmt,
         TELL_PACKED=tell_packed,
+        ROW_ALIGN=row_align(tokens.words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),
     )

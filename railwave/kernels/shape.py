@@ -7,6 +7,8 @@ K top-k, T tokens.
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -29,6 +31,7 @@ class Shape:
     CHUNK: int  # records that one program moves under one arrived word
     CHUNKS: int  # arrived words per sending node
     CHUNKS_P: int
+    REMOTE: bool  # some PEs are not mapped here: NVSHMEM reaches them
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,9 @@ RECORD_WORDS=16)
         ENTRIES_P=pow2(entries),
         RECORD_WORDS=meta + padded(1 + entries),
     )
+
+
+def row_align(words: torch.Tensor) -> int:
+    """Return how many bytes divide the address of every row of words: 16 or 4, for copies."""
+    starts = words.data_ptr(), words.stride(0) * 4
+    return 16 if all(start % 16 == 0 for start in starts) else 4

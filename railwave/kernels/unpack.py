@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cdiv, helper, i64, iota, jit
+from .nvshmem import libraries, quiet
 from .shape import Format, Shape, pow2
 from .wire import (
     DELIVERED,
@@ -30,14 +31,22 @@ from .wire import (
 
 @helper
 def _copy_words(
-    dst_ptrs, src_ptrs, mask_i, START: tl.constexpr, END: tl.constexpr, BLOCK_W: tl.constexpr
+    dst_ptrs,
+    src_ptrs,
+    mask_i,
+    START: tl.constexpr,
+    END: tl.constexpr,
+    DST_ALIGN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    """Copy words [START, END) of each row of pointers."""
+    """Copy words [START, END) of each row of pointers; sources are aligned to 16 bytes."""
+    src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
+    dst_rows = tl.multiple_of(dst_ptrs[:, None], [DST_ALIGN, DST_ALIGN])
     for w in range(START, END, BLOCK_W):
         offs_w = w + iota(BLOCK_W)
         mask = mask_i[:, None] & (offs_w < END)[None, :]
-        words = tl.load(src_ptrs[:, None] + offs_w[None, :], mask=mask, other=0)
-        tl.store(dst_ptrs[:, None] + offs_w[None, :], words, mask=mask)
+        words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
+        tl.store(dst_rows + offs_w[None, :], words, mask=mask)
 
 
 @jit
@@ -62,7 +71,6 @@ def _unpack_kernel(
     S: tl.constexpr,
     F: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
-    HAS_NEXT: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
 ):
@@ -81,10 +89,12 @@ def _unpack_kernel(
     n: int = records_in_round(recv_load_ptr, s * S.G + local, first, ROUND_RECORDS)
     num_chunks: int = cdiv(n, S.CHUNK)
     if i64(tl.program_id(0)) == 0:
-        if HAS_NEXT:
+        if i64(next_wave) > 0:
+            if S.REMOTE:
+                quiet()  # "packed" says also that the put before has left its buffer
             tell_node(bases_ptr, state_ptr, me, packed_off, value + 1, S)
         wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, s, 0, num_chunks, S)
-        if HAS_NEXT:
+        if i64(next_wave) > 0:
             grant(
                 *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr, grant_off),
                 *(i64(next_wave), i64(next_first), value + 1, S),
@@ -110,8 +120,8 @@ def _unpack_kernel(
         in_ptrs = in_rows_ptr + (s * S.PROXY_RECORDS + first + record) * F.ENTRIES + e
         tl.store(in_ptrs, tl.where(mask_j, final * S.G + g, -1), mask=mask)
         dst_ptrs = heaps_i32(bases_ptr, node * S.G + g, rows_off, mask_j) + final * F.META
-        _copy_words(dst_ptrs, src_ptrs, mask_j, 0, F.IDS, BLOCK_W)
-        _copy_words(dst_ptrs, src_ptrs, mask_j, F.IDS, F.META, BLOCK_IDS)
+        _copy_words(dst_ptrs, src_ptrs, mask_j, 0, F.IDS, 16, BLOCK_W)
+        _copy_words(dst_ptrs, src_ptrs, mask_j, F.IDS, F.META, 16, BLOCK_IDS)
 
 
 @jit
@@ -130,6 +140,7 @@ def _finish_kernel(
     num_rows,
     S: tl.constexpr,
     F: tl.constexpr,
+    OUT_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -145,7 +156,7 @@ def _finish_kernel(
         mask_i = offs_i < n
         src_ptrs = src_ptr + offs_i * F.META
         dst_ptrs = words_ptr + offs_i * F.X_WORDS
-        _copy_words(dst_ptrs, src_ptrs, mask_i, 0, F.X_WORDS, BLOCK_W)
+        _copy_words(dst_ptrs, src_ptrs, mask_i, 0, F.X_WORDS, OUT_ALIGN, BLOCK_W)
         k = iota(F.K_P)
         mask = mask_i[:, None] & (k < F.K)[None, :]
         offs = (offs_i * F.K)[:, None] + k[None, :]
@@ -200,7 +211,7 @@ def unpack(
         wave, num_peers: the peers are nodes (own - wave - i) mod N for i < num_peers.
         first, round_records, step: as `pack`.
         next_round: (wave, first slot) of the round to grant, None after the last.
-        programs, block_w: programs a peer, words a tile; a tile is one chunk of records.
+        programs, block_w: programs a peer, words of each row in a tile, which is one chunk.
     """
     assert next_round is None or num_peers == 1, "a grant vouches for the whole round"
     next_wave, next_first = next_round or (0, 0)
@@ -211,9 +222,9 @@ def unpack(
         S=shape,
         F=fmt,
         ROUND_RECORDS=round_records,
-        HAS_NEXT=next_round is not None,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),
         BLOCK_IDS=pow2(fmt.META - fmt.IDS),
+        **libraries(shape),
     )
 
 
@@ -245,13 +256,14 @@ def finish(
         expert_rank, expert_pos, expert_start: the expert map, as in `count`.
         me: this PE.
         rows_off, delivered_off: byte offsets of the rows and of the words delivered[local GPU].
-        programs, block_m, block_w: programs, rows and words a tile.
+        programs, block_m, block_w: programs, rows a tile, words of each in it.
     """
     _finish_kernel[(programs,)](
         *(words, topk_idx, topk_weights, bases, state, expert_rank, expert_pos, expert_start),
         *(me, rows_off, delivered_off, words.shape[0]),
         S=shape,
         F=fmt,
+        OUT_ALIGN=16 if fmt.X_WORDS % 4 == 0 else 4,
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.X_WORDS)),
     )

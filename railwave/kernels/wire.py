@@ -21,7 +21,9 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
+from . import nvshmem as nvshmem
 from .lang import cdiv, clamp, clock_ns, helper, i64, iota, jit, relax, tile_max, tile_min
+from .nvshmem import libraries, put_signal, quiet, settle, signal_pe
 from .shape import Shape, pow2
 
 # The state of a PE: int64 (STATE_WORDS,) in its own memory.
@@ -106,6 +108,26 @@ def send(bases_ptr, pe, offset, words, mask, word_off, value, mask_pe):
     ptrs = heaps_i32(bases_ptr, pe, offset, mask_pe)[:, None] + c[None, :]
     tl.store(ptrs, words, mask=mask)
     signal(heaps_i64(bases_ptr, pe, word_off, mask_pe), value, mask_pe)
+
+
+@helper
+def is_mapped(bases_ptr, pe):
+    """Return 1 if the heap of `pe` can be reached by address, 0 if only NVSHMEM reaches it."""
+    return i64(i64(tl.load(bases_ptr + pe)) != 0)
+
+
+@helper
+def own_address(bases_ptr, me, offset):
+    """Return the address of byte `offset` of the own heap: how NVSHMEM names it at every PE."""
+    return i64(tl.load(bases_ptr + me)) + offset
+
+
+@helper
+def settle_words(bases_ptr, me, word_off, index, expected, mask, S: tl.constexpr):
+    """Make visible what words of the own heap vouch for that may have come over a NIC."""
+    if S.REMOTE:
+        words = own_address(bases_ptr, me, word_off) + tl.where(mask, index, 0) * 8
+        settle(words, tl.where(mask, expected, 0))
 
 
 @helper
@@ -202,8 +224,18 @@ def grant(
     g = rail_mates(rail_mates_ptr, S)
     load = tl.load(recv_load_ptr + s * S.G + g, mask=g >= 0, other=0).to(tl.int64)
     mask = load * alive(state_ptr) > first
-    ptrs = heaps_i64(bases_ptr, s * S.G + g, grant_off + me * 8, mask)
-    signal(ptrs, value, mask)
+    bases = tl.load(bases_ptr + s * S.G + g, mask=mask, other=0)
+    ptrs = (bases + (grant_off + me * 8)).to(tl.pointer_type(tl.int64))
+    signal(ptrs, value, bases != 0)
+    if S.REMOTE:
+        word: int = own_address(bases_ptr, me, grant_off + me * 8)
+        RAIL_GPUS: tl.constexpr = S.RAIL_GPUS  # static_range takes nothing else
+        for j in tl.static_range(RAIL_GPUS):
+            pe: int = s * S.G + i64(tl.load(rail_mates_ptr + j))
+            if pe >= s * S.G:
+                due: int = i64(tl.load(recv_load_ptr + pe)) * alive(state_ptr)
+                if (due > first) & (is_mapped(bases_ptr, pe) == 0):
+                    signal_pe(word, value, pe)
 
 
 @helper
@@ -214,7 +246,10 @@ def wait_grants(
     g = rail_mates(rail_mates_ptr, S)
     pe = d * S.G + tl.where(g >= 0, g, 0)
     ptrs = heap_i64(bases_ptr, me, grant_off) + pe
-    return wait_all(ptrs, expected, (g + 1) * num_records > 0, pe, GRANT, state_ptr)
+    mask = (g + 1) * num_records > 0
+    ok: int = wait_all(ptrs, expected, mask, pe, GRANT, state_ptr)
+    settle_words(bases_ptr, me, grant_off, pe, expected * ok, mask, S)
+    return ok
 
 
 @helper
@@ -223,9 +258,12 @@ def wait_chunks(
 ):
     """Wait for `num_chunks` chunks from node `s`, from `first_chunk` on."""
     c = iota(S.CHUNKS_P)
-    ptrs = heap_i64(bases_ptr, me, arrived_off + (s * S.CHUNKS + first_chunk) * 8) + c
+    word_off: int = arrived_off + (s * S.CHUNKS + first_chunk) * 8
     writers = s * S.G + me % S.G + c * 0
-    return wait_all(ptrs, expected, c < num_chunks, writers, ARRIVED, state_ptr)
+    ptrs = heap_i64(bases_ptr, me, word_off) + c
+    ok: int = wait_all(ptrs, expected, c < num_chunks, writers, ARRIVED, state_ptr)
+    settle_words(bases_ptr, me, word_off, c, expected * ok, c < num_chunks, S)
+    return ok
 
 
 @helper
@@ -251,12 +289,12 @@ def _put_kernel(
     wave,
     first,
     step,
+    wait_packed,
+    wait_grant,
+    tell_taken,
     S: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
-    WAIT_PACKED: tl.constexpr,
-    WAIT_GRANT: tl.constexpr,
-    TELL_TAKEN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """Put this proxy's records for node d, chunk by chunk, each followed by its word.
@@ -270,31 +308,47 @@ def _put_kernel(
     peer: int = i64(tl.program_id(1))
     d: int = (node + i64(wave) + peer) % S.N
     value: int = mark(state_ptr, i64(step), S)
-    if TELL_TAKEN:
+    if i64(tell_taken) > 0:
         if i64(tl.program_id(0) + tl.program_id(1)) == 0:
+            if S.REMOTE:
+                quiet()  # the next reduce writes the buffer that the round before was put from
             tell_node(bases_ptr, state_ptr, me, taken_off, value - 1, S)
     n: int = records_in_round(send_load_ptr, d * S.G + local, i64(first), ROUND_RECORDS)
-    if WAIT_PACKED:
+    if i64(wait_packed) > 0:
         n: int = n * wait_node(bases_ptr, state_ptr, me, packed_off, value, PACKED, S)
-    if WAIT_GRANT:
+    if i64(wait_grant) > 0:
         n: int = n * wait_grants(
             bases_ptr, state_ptr, me, rail_mates_ptr, grant_off, value, d, n, S
         )
 
     buffer_off: int = peer * (ROUND_RECORDS * RECORD_WORDS * 4)
-    src_ptr = heap_i32(bases_ptr, me, send_off + buffer_off)
-    dst_ptr = heap_i32(bases_ptr, d * S.G + local, recv_off + buffer_off)
-    word_ptr = heap_i64(bases_ptr, d * S.G + local, arrived_off + node * (S.CHUNKS * 8))
+    src_off: int = send_off + buffer_off
+    dst_off: int = recv_off + buffer_off
+    word_off: int = arrived_off + node * (S.CHUNKS * 8)
+    ingress: int = d * S.G + local
+    mapped: int = is_mapped(bases_ptr, ingress)
+    src_ptr = heap_i32(bases_ptr, me, src_off)
+    dst_ptr = heap_i32(bases_ptr, ingress, dst_off)
+    word_ptr = heap_i64(bases_ptr, ingress, word_off)
     for c in range(i64(tl.program_id(0)), cdiv(n, S.CHUNK), i64(tl.num_programs(0))):
         start: int = c * (S.CHUNK * RECORD_WORDS)
-        end: int = clamp(n * RECORD_WORDS, start, start + S.CHUNK * RECORD_WORDS)
-        for w in range(start, end, BLOCK_W):
-            offs_w = w + iota(BLOCK_W)
-            mask_w = offs_w < end
-            words = tl.load(src_ptr + offs_w, mask=mask_w, other=0)
-            tl.store(dst_ptr + offs_w, words, mask=mask_w)
-        signal(word_ptr + c, value, None)
-        tl.atomic_add(put_words_ptr + d, end - start, sem="relaxed")
+        # Times 4, which it is already, so that the compiler knows and moves 16 bytes at a time.
+        num_words: int = clamp(n * RECORD_WORDS - start, 0, S.CHUNK * RECORD_WORDS) // 4 * 4
+        if mapped > 0:
+            src = tl.multiple_of(src_ptr + start, 16)
+            dst = tl.multiple_of(dst_ptr + start, 16)
+            for w in range(0, num_words, BLOCK_W):
+                offs_w = w + iota(BLOCK_W)
+                words = tl.load(src + offs_w, mask=offs_w < num_words, other=0)
+                tl.store(dst + offs_w, words, mask=offs_w < num_words)
+            signal(word_ptr + c, value, None)
+        elif S.REMOTE:
+            put_signal(
+                own_address(bases_ptr, me, dst_off + start * 4),
+                own_address(bases_ptr, me, src_off + start * 4),
+                *(num_words * 4, own_address(bases_ptr, me, word_off + c * 8), value, ingress),
+            )
+        tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
 
 
 @jit
@@ -306,14 +360,14 @@ def _tell_kernel(
     me,
     word_off,
     grant_off,
+    grant_waves,
     S: tl.constexpr,
-    GRANT_WAVES: tl.constexpr,
 ):
     """Tell the node that all this PE has launched so far is done; grant the first waves."""
     me: int = i64(me)
     value: int = mark(state_ptr, 1, S)
     tell_node(bases_ptr, state_ptr, me, word_off, value, S)
-    for wave in tl.static_range(1, GRANT_WAVES + 1):
+    for wave in range(1, i64(grant_waves) + 1):
         grant(
             *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr),
             *(grant_off, wave, 0, value, S),
@@ -368,14 +422,12 @@ def put(
     _put_kernel[(programs, num_peers)](
         *(bases, state, put_words, send_load, rail_mates),
         *(me, send_off, recv_off, arrived_off, grant_off, packed_off, taken_off),
-        *(wave, first, step),
+        *(wave, first, step, int(wait_packed), int(wait_grant), int(tell_taken)),
         S=shape,
         RECORD_WORDS=record_words,
         ROUND_RECORDS=round_records,
-        WAIT_PACKED=wait_packed,
-        WAIT_GRANT=wait_grant,
-        TELL_TAKEN=tell_taken,
         BLOCK_W=min(block_w, pow2(shape.CHUNK * record_words)),
+        **libraries(shape),
     )
 
 
@@ -399,9 +451,9 @@ def tell(
         grant_waves: grant the first round of waves 1 to this number.
     """
     _tell_kernel[(1,)](
-        *(bases, state, recv_load, rail_mates, me, word_off, grant_off),
+        *(bases, state, recv_load, rail_mates, me, word_off, grant_off, grant_waves),
         S=shape,
-        GRANT_WAVES=grant_waves,
+        **libraries(shape),
     )
 
 

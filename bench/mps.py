@@ -1,0 +1,67 @@
+"""A private MPS daemon, which lets the kernels of several processes run on one GPU side by side.
+
+CUDA loads a kernel at its first use, by default, and under MPS may then wait until the GPU is idle:
+for ever, if another process's kernel waits for this one. `railwave.init` has run all of its own
+kernels once; a program that shares a GPU must have run what it uses between the phases, too.
+
+python -m bench.mps python -m pytest -m gpu tests/test_gpu.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/cuda/bin", "/opt/nvidia/bin")
+
+
+@contextmanager
+def mps_daemon() -> Iterator[None]:
+    """Start a daemon that this process and its children use; always stop it.
+
+    Raises:
+        FileNotFoundError: nvidia-cuda-mps-control is not installed.
+    """
+    control = shutil.which("nvidia-cuda-mps-control", path=os.pathsep.join(_places()))
+    if control is None:
+        raise FileNotFoundError(f"nvidia-cuda-mps-control is in none of {_places()}")
+    with tempfile.TemporaryDirectory(prefix="railwave-mps-") as folder:
+        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        before = {name: os.environ.get(name) for name in names}
+        for name in names:
+            os.environ[name] = os.path.join(folder, name.lower())
+            os.mkdir(os.environ[name])
+        subprocess.run([control, "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([control], input="quit\n", text=True, check=False, timeout=60)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _places() -> list[str]:
+    smi = shutil.which("nvidia-smi")
+    beside = [os.path.dirname(smi)] if smi else []
+    return [*os.environ.get("PATH", "").split(os.pathsep), *beside, *PLACES]
+
+
+def main() -> int:
+    """Run the command of the arguments under a daemon; return its exit code."""
+    if len(sys.argv) < 2:
+        print("usage: python -m bench.mps COMMAND [ARGUMENT ...]", file=sys.stderr)
+        return 2
+    with mps_daemon():
+        return subprocess.run(sys.argv[1:], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""One process per PE on GPUs, through NVSHMEM: the bits of the CPU, on both dialects of the wire.
+
+`make test-gpu` runs these, under MPS where PEs share a GPU.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import railwave
+from processes import run_all
+from railwave.config import PATHS
+from test_processes import combine, dispatch
+from worlds import make_batch, make_outs
+
+pytestmark = pytest.mark.gpu
+WIRES = [None, "nvshmem"]
+
+
+def init(topo, rank, **arguments):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    declared = dict(num_experts=2 * topo.num_ranks, top_k=3, hidden=8, max_tokens_per_rank=4)
+    return railwave.Communicator(topo, **{**declared, "deadline_s": 60, **arguments})
+
+
+def every_path(rank, nodes, gpus, wire):
+    rw = init(railwave.Topology(nodes, gpus, gpus), rank, wire=wire, staging_records=2)
+    assert rw.config.remote == (wire is not None and nodes > 1)
+    ranks = nodes * gpus
+    for tokens in (4, [i % 5 for i in range(ranks)], [0] * ranks):
+        batch = make_batch(rw, tokens)
+        outs = make_outs(batch, dtype=torch.float32, hidden=3)
+        for path in PATHS:
+            combine(rw, batch, dispatch(rw, batch, path), outs)
+    rw.close()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("nodes, gpus", [(1, 1), (2, 4), (4, 8)])
+def test_every_path_gives_the_bits_of_the_reference(nodes, gpus, wire):
+    run_all(every_path, nodes * gpus, nodes, gpus, wire, timeout_s=200, fresh=nodes * gpus <= 8)
+
+
+def wrong_and_late(rank, wire):
+    """Errors reach every rank; a rank that does not come is named; reset brings all back."""
+    rw = init(railwave.Topology(2, 4, 4), rank, wire=wire, deadline_s=4)
+    batch = make_batch(rw, 4)
+    mine = [values[rank].cuda() for values in batch.arguments]
+    if rank == 1:
+        with pytest.raises(ValueError, match="path must be one of"):
+            rw.dispatch(*mine, path="fast")
+    else:
+        with pytest.raises(railwave.PeerError, match=r"wrongly: \{1: .path must be one of"):
+            rw.dispatch(*mine)
+    with pytest.raises(railwave.PeerError, match=r"path native.* by ranks \[1\]"):
+        rw.dispatch(*mine, path="native" if rank == 1 else "joint")
+    handle = dispatch(rw, batch, "joint")
+    dist.barrier()
+    if rank != 6:
+        with pytest.raises(railwave.PeerTimeoutError) as caught:
+            rw.combine(mine[0][:0].new_zeros(handle.num_rows, 8), handle)
+        assert caught.value.missing == (6,), caught.value
+    dist.barrier()
+    assert rw.reset() == 3
+    outs = make_outs(batch)
+    combine(rw, batch, handle, outs)
+    for path in PATHS:
+        combine(rw, batch, dispatch(rw, batch, path), outs)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_errors_reach_every_rank_and_an_absent_rank_is_named(wire):
+    run_all(wrong_and_late, 8, wire, timeout_s=200)
+
+
+class Big:
+    """What a rank of the large test draws and must receive; all on the GPU, the same everywhere."""
+
+    def __init__(self, rank, ranks, tokens, hidden, top_k, seed):
+        self.rank, self.ranks = rank, ranks
+        draw = dict(generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+        self.ids = [torch.rand(tokens, 8 * ranks, **draw).topk(top_k).indices for _ in range(ranks)]
+        bits = (-(2**31), 2**31, (tokens, hidden // 2))
+        self.xs = [torch.randint(*bits, **draw).int().view(torch.bfloat16) for _ in range(ranks)]
+        self.base = torch.randint(-2, 3, (tokens, hidden), **draw)
+        self.on = [(ids // 8 == rank).any(dim=1).nonzero().flatten() for ids in self.ids]
+
+    def rows(self):
+        return torch.cat([x[tokens] for x, tokens in zip(self.xs, self.on, strict=True)])
+
+    def out(self):
+        """Small integers, whose sums are exact in bfloat16."""
+        return torch.cat([self.base[tokens] for tokens in self.on]).mul(self.rank + 1).bfloat16()
+
+    def sums(self):
+        ids = self.ids[self.rank]
+        held = torch.zeros(len(ids), self.ranks, device="cuda").scatter_(1, ids // 8, 1.0)
+        factor = (held * torch.arange(1, self.ranks + 1, device="cuda")).sum(dim=1, keepdim=True)
+        return (self.base * factor).bfloat16()
+
+
+def same(got, want):
+    return torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def big_phases(rank, ranks, tokens, hidden, num_phases, wire):
+    """Every dispatch has fresh bits and other routing."""
+    topo, top_k = railwave.Topology(2, ranks // 2, ranks // 2), 8
+    sizes = dict(num_experts=8 * ranks, top_k=top_k, hidden=hidden, max_tokens_per_rank=tokens)
+    rw = init(topo, rank, **sizes, wire=wire, paths=("native", "joint"))
+    weights = torch.full((tokens, top_k), 1 / top_k, device="cuda")
+    first = Big(rank, ranks, tokens, hidden, top_k, 0)
+    assert same(first.rows(), first.rows()) and same(first.sums(), first.sums())
+    first.out()
+    torch.cuda.synchronize()
+    dist.barrier()  # all kernels of the checks are loaded, see bench/mps.py
+    for phase in range(num_phases // 2):
+        big = Big(rank, ranks, tokens, hidden, top_k, phase)
+        path = ("joint", "native")[phase % 2]
+        received = rw.dispatch(big.xs[rank], big.ids[rank], weights, path=path)
+        assert same(received.x, big.rows()), (phase, path)
+        assert same(rw.combine(big.out(), received.handle), big.sums()), (phase, path)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_200_phases_back_to_back_at_full_size(wire):
+    num_phases = int(os.environ.get("RAILWAVE_TEST_PHASES", "200"))
+    run_all(big_phases, 8, 8, 4096, 7168, num_phases, wire, timeout_s=100)
