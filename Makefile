@@ -16,7 +16,7 @@ VENV_OK := import importlib.metadata as m, sys, pip; sys.exit(not ( \
 	sys.version_info >= (3, 11) and sys.prefix != sys.base_prefix and m.files("pip")))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint format clean
+.PHONY: help setup demo test soak test-gpu test-versions lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
@@ -33,6 +33,36 @@ test: $(STAMP) ## Run the tests
 soak: $(STAMP) ## Run the tests that take minutes
 	RAILWAVE_TEST_SLACK_S=0 $(VENV)/bin/pytest -m '' tests/test_process_faults.py
 	$(VENV)/bin/pytest -m soak --ignore=tests/test_process_faults.py
+
+# Where offline, wheels in .whl/ give what the Python at hand lacks (nvshmem4py).
+GPU_SITE := .whl/site
+GPU_ENV = PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) OMP_NUM_THREADS=1 \
+	NVSHMEM_REMOTE_TRANSPORT=none NVSHMEM_DISABLE_NVLS=1 \
+	NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=1
+SHARD ?= 1 2 3
+
+test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2 or 3: a part)
+	@if ls .whl/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps \
+		--no-compile --upgrade --target $(GPU_SITE) .whl/*.whl; fi
+	@for shard in $(SHARD); do case $$shard in \
+		1) $(GPU_ENV) RAILWAVE_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 12 \
+			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
+			tests/test_world_results.py ;; \
+		2) $(GPU_ENV) $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k "not full_size" \
+			tests/test_gpu.py ;; \
+		3) $(GPU_ENV) $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k full_size \
+			tests/test_gpu.py ;; \
+		esac || exit; done
+
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+
+test-versions: $(STAMP) ## Run the kernel tests with every triton that railwave supports
+	@for version in $(TRITONS); do echo "triton $$version"; \
+		$(PY) -m pip install --quiet --no-deps --upgrade --target $(VENV)/triton-$$version \
+			triton==$$version && \
+		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(VENV)/bin/pytest -n $(PYTEST_WORKERS) \
+			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
+			tests/test_kernels_compile.py || exit; done
 
 lint: $(STAMP) ## Check style and format
 	$(VENV)/bin/ruff check .

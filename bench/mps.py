@@ -36,7 +36,7 @@ def mps_daemon() -> Iterator[None]:
         for name in names:
             os.environ[name] = os.path.join(folder, name.lower())
             os.mkdir(os.environ[name])
-        subprocess.run([control, "-d"], check=True)
+        subprocess.run([control, "-d"], check=True, stdin=subprocess.DEVNULL)
         try:
             yield
         finally:

@@ -77,9 +77,9 @@ COMPILED = Tiles(
     tile_words=4096,
     block_put=4096,
     block_h=512,
-    block_t=64,
+    block_t=1024,
     block_n=1,
-    block_e=16,
+    block_e=8,
     match=256,
     programs=128,
 )

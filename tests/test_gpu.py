@@ -47,7 +47,7 @@ def wrong_and_late(rank, wire):
     """Errors reach every rank; a rank that does not come is named; reset brings all back."""
     rw = init(railwave.Topology(2, 4, 4), rank, wire=wire, deadline_s=4)
     batch = make_batch(rw, 4)
-    mine = [values[rank].cuda() for values in batch.arguments]
+    mine = [values[rank] for values in batch.arguments]
     if rank == 1:
         with pytest.raises(ValueError, match="path must be one of"):
             rw.dispatch(*mine, path="fast")

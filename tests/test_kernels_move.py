@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from heaps import (
     FAR,
     KERNELS,
+    LEAST,
     WIRE,
     Memory,
     failure,
@@ -30,16 +31,15 @@ from railwave.kernels.shape import make_format
 
 pack, unpack = KERNELS.pack, KERNELS.unpack
 
-CPU = torch.device("cpu")
 EPOCH = 3
 
 
 @st.composite
 def tiles(draw):
     """Draw (tile arguments, chunk): several programs, tiles smaller and larger than the work."""
-    chunk = draw(st.sampled_from([1, 2, 4, 64]))
+    chunk = draw(st.sampled_from([LEAST, 2, 4, 64]))
     names = ("block_m", "block_w")
-    sizes = {name: draw(st.sampled_from([1, 2, 8, 64])) for name in names}
+    sizes = {name: draw(st.sampled_from([LEAST, 2, 8, 64])) for name in names}
     return {"programs": draw(st.integers(1, 4)), **sizes}, chunk
 
 

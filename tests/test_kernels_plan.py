@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heaps import (
+    DEVICE,
     FAR,
     KERNELS,
     PATTERN,
@@ -201,7 +202,7 @@ class Slices:
     def plan(self, *, balanced, local=0):
         """Run `quota` on poisoned tables."""
         S, tables = self.config.shape, self.config.tables
-        out = PlanTables.empty(S, torch.device("cpu"))
+        out = PlanTables.empty(S, DEVICE)
         for table in vars(out).values():
             table.fill_(PATTERN)
         quota.quota(
@@ -371,7 +372,7 @@ def test_a_missing_message_leaves_zeros_in_the_plan():
     slices = Slices(config, torch.randint(1, 5, (6, 2)), node=1)
     memory, state, S = slices.memory, slices.state, config.shape
     memory.got.region(2, "notify", torch.int64)[4] -= 1
-    out, tables = PlanTables.empty(S, torch.device("cpu")), config.tables
+    out, tables = PlanTables.empty(S, DEVICE), config.tables
     for table in vars(out).values():
         table.fill_(PATTERN)
     where = {"me": 2, "notify_off": memory.off("messages"), "shape": S}
@@ -394,7 +395,7 @@ def run_arrivals(config, messages, me, *, shift=0):
     memory, S = Memory(config, shift=shift), config.shape
     memory.view(me, "messages", 2, S.N * S.G, S.NOTIFY_WORDS)[0] = messages
     memory.start()
-    got, want = (PlanTables.empty(S, torch.device("cpu")) for _ in range(2))
+    got, want = (PlanTables.empty(S, DEVICE) for _ in range(2))
     for plan in (got, want):
         for table in vars(plan).values():
             table.fill_(PATTERN)

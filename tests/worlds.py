@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from heaps import DEVICE
 from railwave import LocalWorld, Topology
 from railwave.config import BALANCED, WAVES
 from railwave.kernels.shape import make_format, padded
@@ -29,7 +30,7 @@ def make_world(nodes, gpus, rails, *, rail_of_gpu=None, eligible=None, **sizes):
     """Make a world whose gaps hold GUARD and whose data regions hold POISON."""
     topo = Topology(nodes, gpus, rails, rail_of_gpu=rail_of_gpu, eligible_rails=eligible)
     declared = dict(num_experts=2 * topo.num_ranks, top_k=3, hidden=8, max_tokens_per_rank=4)
-    world = LocalWorld(topo, **{**declared, "dtype": torch.bfloat16, **sizes})
+    world = LocalWorld(topo, **{**declared, "dtype": torch.bfloat16, "device": DEVICE, **sizes})
     for pe in range(topo.num_ranks):
         for start, end in world.heap.layout.gaps():
             world.heap.memory(pe)[start:end] = GUARD
@@ -80,7 +81,8 @@ class Batch:
 
     @cached_property
     def arguments(self):
-        return self.xs, self.topk_idxs, self.topk_weights
+        lists = self.xs, self.topk_idxs, self.topk_weights
+        return tuple([t.to(self.world.config.device) for t in values] for values in lists)
 
     @cached_property
     def num_tokens(self):
@@ -89,7 +91,8 @@ class Batch:
     @cached_property
     def expected(self):
         config = self.world.config
-        return dispatch_ref(config.topo, *self.arguments, expert_to_rank=config.expert_to_rank)
+        arguments = self.xs, self.topk_idxs, self.topk_weights
+        return dispatch_ref(config.topo, *arguments, expert_to_rank=config.expert_to_rank)
 
     @cached_property
     def records(self):
@@ -168,7 +171,8 @@ def dispatch(batch, path):
 def combine(batch, handles, outs):
     """Combine and check all that must hold of it; return the sums."""
     topo, path = batch.world.config.topo, handles[0].path
-    ys = batch.world.combine(outs, handles)
+    ys = batch.world.combine([out.to(batch.world.config.device) for out in outs], handles)
+    ys = [y.cpu() for y in ys]
     for y, want in zip(ys, combine_ref(topo, outs, batch.expected, batch.num_tokens), strict=True):
         assert bits_equal(y, want), path
     row_words = padded(-(-outs[0].shape[1] * outs[0].dtype.itemsize // 4))
@@ -198,10 +202,10 @@ def check_quotas(batch, path, handles):
     quotas = batch.quotas(path)
     for rank, handle in enumerate(handles):
         node = topo.node_of(rank)
-        assert torch.equal(handle.quota.long(), quotas[node])
+        assert torch.equal(handle.quota.cpu().long(), quotas[node])
         for d in set(range(topo.nodes)) - {node}:
             allowed = topo.eligible_rails[node, d]
-            parts = handle.quota[d]
+            parts = handle.quota[d].cpu()
             assert parts.sum() == batch.rail_records[node, d].sum()
             assert not parts[~allowed].any()
             if path in BALANCED:

@@ -22,15 +22,10 @@ from .wire import EPOCH, NOTIFIES
 
 
 @helper
-def _load_experts(
-    table_ptr, topk_idx_ptr, stride_t, stride_k, t, num_tokens, K: tl.constexpr, K_P: tl.constexpr
-):
-    """Look the experts of tokens `t` up in a table: (len(t), K_P) int64, -1 for none."""
-    k = iota(K_P)
-    mask = (t < num_tokens)[:, None] & (k < K)[None, :]
-    ptrs = topk_idx_ptr + (t * stride_t)[:, None] + (k * stride_k)[None, :]
-    e = tl.load(ptrs, mask=mask, other=-1).to(tl.int64)
-    return tl.load(table_ptr + e, mask=e >= 0, other=-1).to(tl.int64)
+def _load_experts(table_ptr, topk_idx_ptr, stride_t, t, mask_t):
+    """Look one expert of each of tokens `t` up in a table: (len(t),) int32, -1 for none."""
+    e = tl.load(topk_idx_ptr + t * stride_t, mask=mask_t, other=-1)
+    return tl.load(table_ptr + e, mask=e >= 0, other=-1)
 
 
 @jit
@@ -48,7 +43,6 @@ def _count_kernel(
     num_tokens,
     S: tl.constexpr,
     K: tl.constexpr,
-    K_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -73,18 +67,21 @@ def _count_kernel(
         node = pid * BLOCK_N + w // S.G_P
         valid = (node < S.N) & (w % S.G_P < S.G)
         rank = tl.where(valid, node * S.G + w % S.G_P, -2)
-        num_rows = w * 0
-        num_records = n * 0
+        num_rows = (w * 0).to(tl.int32)
+        num_records = (n * 0).to(tl.int32)
         for t0 in range(0, num_tokens, BLOCK_T):
             t = t0 + iota(BLOCK_T)
-            on = _load_experts(
-                expert_rank_ptr, topk_idx_ptr, stride_t, stride_k, t, num_tokens, K, K_P
-            )
-            hit = tile_max((on[:, :, None] == rank[None, None, :]).to(tl.int64), 1)
+            mask_t = t < num_tokens
+            on = _load_experts(expert_rank_ptr, topk_idx_ptr, stride_t, t, mask_t)
+            hit = on[:, None] == rank[None, :]
+            for k in tl.static_range(1, K):
+                ids_ptr = topk_idx_ptr + k * stride_k
+                on = _load_experts(expert_rank_ptr, ids_ptr, stride_t, t, mask_t)
+                hit = hit | (on[:, None] == rank[None, :])
+            hit = hit.to(tl.int32)
             index = num_rows[None, :] + cumsum(hit, 0) - hit
             row_ptrs = row_index_ptr + (t * (S.N * S.G))[:, None] + rank[None, :]
-            row_mask = (t < num_tokens)[:, None] & valid[None, :]
-            tl.store(row_ptrs, tl.where(hit > 0, index, -1), mask=row_mask)
+            tl.store(row_ptrs, tl.where(hit > 0, index, -1), mask=mask_t[:, None] & valid[None, :])
             num_rows += tile_sum(hit, 0)
 
             sent = tile_max(tl.reshape(hit, [BLOCK_T, BLOCK_N, S.G_P]), 2)
@@ -96,14 +93,15 @@ def _count_kernel(
         tl.store(counts_ptr + 1 + S.N + rank, num_rows, mask=valid)
     else:
         e = (pid - NODE_BLOCKS) * BLOCK_E + iota(BLOCK_E)
-        num_slots = e * 0
+        num_slots = (e * 0).to(tl.int32)
         for t0 in range(0, num_tokens, BLOCK_T):
             t = t0 + iota(BLOCK_T)
-            pos = _load_experts(
-                expert_pos_ptr, topk_idx_ptr, stride_t, stride_k, t, num_tokens, K, K_P
-            )
-            hit = (pos[:, :, None] == e[None, None, :]).to(tl.int64)
-            num_slots += tile_sum(tile_sum(hit, 1), 0)
+            slots = (t[:, None] * 0 + e[None, :] * 0).to(tl.int32)
+            for k in tl.static_range(K):
+                ids_ptr = topk_idx_ptr + k * stride_k
+                pos = _load_experts(expert_pos_ptr, ids_ptr, stride_t, t, t < num_tokens)
+                slots += (pos[:, None] == e[None, :]).to(tl.int32)
+            num_slots += tile_sum(slots, 0)
         tl.store(counts_ptr + 1 + S.N + S.N * S.G + e, num_slots, mask=e < S.E)
 
 
@@ -148,11 +146,11 @@ def count(
         *(expert_rank, expert_pos, state, status, topk_idx.shape[0]),
         S=S,
         K=k,
-        K_P=pow2(k),
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         BLOCK_E=block_e,
         NODE_BLOCKS=node_blocks,
+        num_warps=min(max(block_t // 32, 4), 32),
     )
 
 

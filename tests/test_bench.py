@@ -1,0 +1,65 @@
+"""Benchmarks run; what they measure is no matter of a test."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from bench import mps, run
+
+
+def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path):
+    sizes = ["--nodes", "2", "--gpus", "2", "--tokens", "4", "--hidden", "8", "--top-k", "2"]
+    out = tmp_path / "results.jsonl"
+    once = ["--repeats", "1", "--samples", "2", "--device", "cpu", "--out", str(out)]
+    assert run.main(["kernels", *sizes, *once]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert out.read_text().splitlines() == lines
+    results = {result["kernel"]: result for result in map(json.loads, lines)}
+    assert list(results) == [
+        *("count", "quota", "match", "count+quota+match", "pack", "put", "unpack", "finish")
+    ]
+    for result in results.values():
+        assert 0 < result["min_us"] <= result["median_us"] <= result["p90_us"]
+    assert results["put"]["bytes"] > 0 and results["put"]["nodes"] == 2
+
+
+@pytest.fixture
+def control(tmp_path, monkeypatch):
+    """Put a program in the daemon's place that notes its calls."""
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text(f'#!/bin/sh\necho "$@" $(cat < /dev/stdin) >> {tmp_path}/calls\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    return tmp_path / "calls"
+
+
+def test_the_daemon_is_private_and_always_stopped(control):
+    with pytest.raises(KeyboardInterrupt), mps.mps_daemon():
+        folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+        assert os.path.isdir(folder)
+        assert control.read_text().split() == ["-d"]
+        raise KeyboardInterrupt
+    assert control.read_text().split() == ["-d", "quit"]
+    assert not os.path.exists(folder) and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+
+def test_a_command_runs_under_the_daemon_and_gives_its_exit_code(control, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["mps", "sh", "-c", 'test -d "$CUDA_MPS_LOG_DIRECTORY" && exit 7']
+    )
+    assert mps.main() == 7
+    assert control.read_text().split() == ["-d", "quit"]
+    monkeypatch.setattr("sys.argv", ["mps"])
+    assert mps.main() == 2 and "usage" in capsys.readouterr().err
+
+
+def test_a_machine_without_mps_says_so(monkeypatch):
+    monkeypatch.setattr(mps, "_places", lambda: ["/nowhere"])
+    with (
+        pytest.raises(FileNotFoundError, match="nvidia-cuda-mps-control is in none of"),
+        mps.mps_daemon(),
+    ):
+        pass
