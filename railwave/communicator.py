@@ -1,4 +1,4 @@
-"""One process per rank: this process runs one PE's stages, over shared memory.
+"""One process per rank: this process runs one PE's stages, over shared or GPU memory.
 
 Letters: N nodes, G GPUs a node, W = N * G ranks, E experts, K top-k, T tokens, H hidden.
 """
@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from railwave._version import __version__
-from railwave.arguments import SUMMABLE, check_call, check_handle, check_out, plain
+from railwave.arguments import check_call, check_handle, check_out, plain
 from railwave.config import PATHS, Config, fitting
 from railwave.errors import PeerError
 from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
-from railwave.handle import Call, Handle, Received
+from railwave.handle import Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap
 from railwave.meeting import Meeting
+from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
 
 DEADLINE_S = 300.0
@@ -32,12 +33,11 @@ MAX_DEADLINE_S = 1e9
 class Communicator:
     """Dispatch and combine of this rank, together with the other ranks of a group.
 
-    Every method but `close` is collective: all ranks call it, in the same order. The arguments are
-    those of `LocalWorld` but `order`, and
+    Every method but `close` is collective: all ranks call it, in the same order. What must be equal
+    on all ranks: the arguments below but `group`; of a dispatch, path, hidden size, dtypes and
+    top-k; of a combine, the dispatch, hidden size and dtype. Numbers of tokens and rows may differ.
 
-    What must be equal on all ranks: the arguments below but `group`; of a dispatch, path, hidden
-    size, dtypes and top-k; of a combine, the dispatch, hidden size and dtype. Numbers of tokens and
-    rows may differ.
+    The arguments are those of `LocalWorld` but `order`, and
 
     Args:
         group: a torch.distributed group of topo.num_ranks ranks; None for the default one. Ranks
@@ -52,7 +52,9 @@ class Communicator:
     Raises:
         TypeError, ValueError: an argument breaks a rule, or differs from another rank's.
         PeerError: an argument of another rank breaks a rule.
-        MemoryError, RuntimeError: shared memory cannot be had; on all ranks.
+        MemoryError, RuntimeError: symmetric memory cannot be had, or kernels do not compile; on all
+            ranks.
+        ImportError: on GPUs, NVSHMEM or nvshmem4py is not installed.
     """
 
     def __init__(
@@ -96,7 +98,6 @@ class Communicator:
         self._check_same_config(wrong)
         self.rank = dist.get_rank(group)
         self._on_gpu = self.config.device.type == "cuda"
-        self._rehearsed: set[Any] = set()
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
         with torch.inference_mode(False), self.config.device:
@@ -110,8 +111,9 @@ class Communicator:
                 compare_calls=True,
             )
             self._meeting = Meeting(self._exchange, self.deadline_s)
+            self._rehearsal = Rehearsal(self._exchange)
             if self._on_gpu:
-                self._rehearse_all()
+                self._rehearsal.all_declared(self._gather)
 
     def __enter__(self) -> Communicator:
         return self
@@ -141,57 +143,6 @@ class Communicator:
         tiles = fitting(config.tiles, gpu.multi_processor_count, sharing.count(sharing[self.rank]))
         self.config = replace(config, remote=heap.remote, tiles=tiles)
         return heap
-
-    def _rehearse_all(self) -> None:
-        """Run all kernels once for calls as declared: they are compiled before anybody waits.
-
-        On each host one rank a path goes first; the others find what it compiled.
-        """
-        hosts = self._gather(os.uname().nodename)
-        place = hosts[: self.rank].count(hosts[self.rank])
-        self._rehearse_declared(self.config.paths[place : place + 1])
-        self._gather(None)
-        self._rehearse_declared(self.config.paths)
-        self._gather(None)
-
-    def _rehearse_declared(self, paths: Sequence[str]) -> None:
-        config, tokens = self.config, min(8, self.config.max_tokens_per_rank)
-        x = torch.zeros(tokens, config.hidden, dtype=config.dtype)
-        topk_idx = torch.zeros(tokens, config.top_k, dtype=torch.int64)
-        dtype = config.dtype if config.dtype in SUMMABLE else torch.bfloat16
-        for path in paths:
-            call = check_call(config, x, topk_idx, torch.zeros(tokens, config.top_k), path)
-            received = self._rehearse_dispatch(call)
-            hidden = min(config.hidden, config.payload_bytes // dtype.itemsize)
-            if received and hidden:
-                self._rehearse_combine(torch.zeros(0, hidden, dtype=dtype), received.handle)
-        torch.cuda.synchronize()
-
-    def _rehearse_dispatch(self, call: Call) -> Received | None:
-        inputs = call.x, call.topk_idx, call.topk_weights
-        key = call.path, call.fmt, call.topk_idx.dtype, *(t.data_ptr() % 16 == 0 for t in inputs)
-        return self._rehearse(key, dispatch(self._exchange, call))
-
-    def _rehearse_combine(self, out: torch.Tensor, handle: Handle) -> None:
-        # Triton compiles a kernel for aligned pointers, and one for others.
-        aligned = out.data_ptr() % 16 == 0
-        key = handle.path, out.dtype, out.shape[1], handle.own_rows.shape[1], aligned
-        self._rehearse(key, combine(self._exchange, out, handle))
-
-    def _rehearse(self, key: Any, stages: Stages) -> Any:
-        """Run a phase's kernels for nothing, once for each kind of call.
-
-        So they are compiled and loaded while no kernel waits for them.
-        """
-        if not self._on_gpu or key in self._rehearsed:
-            return None
-        self._rehearsed.add(key)
-        with self._exchange.cut_short():
-            try:
-                while True:
-                    next(stages)
-            except StopIteration as stop:
-                return stop.value
 
     def _check_same_config(self, wrong: Exception | None) -> None:
         """Raise on every rank if an argument is wrong on any, or differs."""
@@ -254,7 +205,8 @@ class Communicator:
             f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}"
         )
         self._check_usable()
-        self._rehearse_dispatch(call)
+        if self._on_gpu:
+            self._rehearsal.dispatch(call)
         return self._run(dispatch(self._exchange, call), "dispatch", call.path, said)
 
     def combine(self, out: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -282,7 +234,8 @@ class Communicator:
         said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
         self._check_usable()
         out = plain(out)
-        self._rehearse_combine(out, handle)
+        if self._on_gpu:
+            self._rehearsal.combine(out, handle)
         stages = combine(self._exchange, out, handle, status=status)
         return self._run(stages, "combine", handle.path, said)
 

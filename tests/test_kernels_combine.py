@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value) encountered:RuntimeWarning"
 )
 
-combine = KERNELS.combine
+combine, reduce = KERNELS.combine, KERNELS.reduce
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -116,14 +116,14 @@ def test_copy_in(cluster, num_rows, notified, data):
     words = words[:, : data.draw(st.integers(1, row_words))]
     memory.start()
     state = make_state(epoch=6, notifies=4, failed=1)
-    combine.copy_in(
+    reduce.copy_in(
         *(memory.bases, state, words),
         **{"me": me, "rows_off": memory.off("rows"), "row_words": row_words},
         notified=notified,
         **{"shape": config.shape, "programs": sizes["programs"]},
         **{"block_m": sizes["block_m"], "block_w": sizes["block_h"]},
     )
-    combine.copy_in_ref(memory.view(me, "rows", config.max_rows, row_words), words)
+    reduce.copy_in_ref(memory.view(me, "rows", config.max_rows, row_words), words)
     memory.check()
     assert torch.equal(state, make_state(epoch=7, notifies=4 + notified, failed=1))
 
@@ -145,12 +145,12 @@ def test_own(cluster, num_records, data):
     own_rows = pattern(S.T, min(config.top_k, S.G))
     own_rows[:num_records] = random_entries(config, num_records)
     got, want = (pattern(4, hidden, dtype=torch.float32) for _ in range(2))
-    combine.own(
+    reduce.own(
         *(got, memory.bases, memory.state(), *records[:2], own_rows),
         **{"me": me, "rows_off": memory.off("rows"), "rows_in_off": memory.off("rows_in")},
         **{"row_bytes": row_bytes_of(hidden, dtype), "dtype": dtype, "shape": S, **sizes},
     )
-    combine.own_ref(want, rows, *records[:2], own_rows, me=me, shape=S)
+    reduce.own_ref(want, rows, *records[:2], own_rows, me=me, shape=S)
     memory.check()
     assert same_sums(got, want)
 
@@ -171,14 +171,14 @@ def test_rows_are_added_by_ascending_gpu_from_plus_zero(rows, total):
     sizes = {"me": 0, "rows_off": memory.off("rows"), "row_bytes": 16, "dtype": torch.float32}
     sizes |= {"shape": S, "programs": 1, "block_m": 1, "block_h": 1}
     acc = pattern(1, 1, dtype=torch.float32)
-    combine.own(
+    reduce.own(
         *(acc, memory.bases, memory.state(), torch.tensor([1, 0]).int(), torch.zeros(2, 4).int()),
         entries.expand(4, 3).contiguous(),
         **{"rows_in_off": memory.off("rows_in"), **sizes},
     )
     want = torch.tensor([[total]], dtype=torch.float32)
     assert same_bytes(acc, want)
-    combine.reduce(
+    reduce.reduce(
         *(memory.bases, memory.state(), entries.expand(2, S.PROXY_RECORDS, 3).contiguous()),
         torch.tensor([[0, 0, 0], [1, 0, 0]]).int(),
         **{"send_off": memory.off("send"), "wave": 1, "num_peers": 1, "first": 0, "hidden": 1},
@@ -225,7 +225,7 @@ def test_reduce(cluster, wire_dtype, data):
     in_rows = random_entries(config, S.N * S.PROXY_RECORDS).view(S.N, S.PROXY_RECORDS, -1)
     size = row_bytes_of(hidden, wire_dtype)
     where = {"me": me, "wave": this.wave, "first": this.first, "shape": S}
-    combine.reduce(
+    reduce.reduce(
         *(memory.bases, memory.state(), in_rows, in_load),
         **{"rows_off": memory.off("rows"), "row_bytes": row_bytes_of(hidden, dtype)},
         **{"send_off": memory.off("send") + this.buffer * size, "record_words": size // 4},
@@ -233,7 +233,7 @@ def test_reduce(cluster, wire_dtype, data):
         **{"dtype": dtype, "wire_dtype": wire_dtype, **where, **sizes},
     )
     send = round_block(memory, me, "send", this, hidden, wire_dtype, start=this.buffer * size)
-    combine.reduce_ref(send, rows, in_rows, in_load, **where)
+    reduce.reduce_ref(send, rows, in_rows, in_load, **where)
     if wire_dtype != torch.bfloat16:  # whose NaN is fixed
         unify_nan(memory, [me], "send", wire_dtype)
     memory.check()
@@ -247,7 +247,7 @@ def test_reduce_rounds_a_tie_to_even():
         rows_of(memory, pe, 1, torch.bfloat16)[0] = value
     memory.start()
     in_rows = torch.tensor([0, 1]).int().expand(2, S.PROXY_RECORDS, 2).contiguous()
-    combine.reduce(
+    reduce.reduce(
         *(memory.bases, memory.state(), in_rows, torch.tensor([[0, 0], [1, 0]]).int()),
         **{"me": 0, "rows_off": memory.off("rows"), "row_bytes": 16, "wave": 1, "num_peers": 1},
         **{"send_off": memory.off("send"), "first": 0, "round_records": S.PROXY_RECORDS},
@@ -364,7 +364,7 @@ def test_case_c5_rounding_errors_of_a_sum_do_not_grow():
     memory.words(0, "rows_in")[:] = mark(config, 1)
     memory.start()
     acc = torch.zeros(1, 1)
-    combine.own(
+    reduce.own(
         *(acc, memory.bases, memory.state(), torch.tensor([1]).int(), torch.zeros(1, 4).int()),
         torch.arange(8).int().expand(4, 8).contiguous(),
         **{"me": 0, "rows_off": memory.off("rows"), "rows_in_off": memory.off("rows_in")},
@@ -448,7 +448,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     entries = random_entries(config, 4)
     sizes = {"shape": S, "programs": 2, "block_m": 2}
     rows = {"rows_off": memory.off("rows"), "row_bytes": 32, "dtype": torch.float32, "block_h": 8}
-    combine.own(
+    reduce.own(
         *(acc, memory.bases, state, *tables, entries),
         **{"me": 0, "rows_in_off": memory.off("rows_in"), **rows, **sizes},
     )
@@ -456,7 +456,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     assert failed == ("rows_in", 1, 5, mark(config, 1))
     wire = {"wave": 1, "first": 0, "round_records": 4, "record_words": 8}
     wire |= {"wire_dtype": torch.float32}
-    combine.reduce(
+    reduce.reduce(
         *(memory.bases, state, entries.expand(2, 4, -1).contiguous(), torch.full((2, 2), 4).int()),
         **{"me": 0, "send_off": memory.off("send"), "num_peers": 1, "hidden": 5},
         **{**wire, **rows, **sizes},

@@ -18,7 +18,8 @@ import torch
 from heaps import KERNELS, WIRE, make_config, make_state, mark, sparse
 from railwave.kernels.shape import make_format
 
-pack, unpack, combine = KERNELS.pack, KERNELS.unpack, KERNELS.combine
+pack, unpack = KERNELS.pack, KERNELS.unpack
+combine, reduce = KERNELS.combine, KERNELS.reduce
 
 T, P, PEERS = 2**30, 2**28, 3
 FMT = make_format(payload_bytes=16, top_k=2, gpus_per_node=1)  # 16 words a record, 12 a row
@@ -177,7 +178,7 @@ def test_case_d1_own_and_take(world):
     world.region(SEND, T, ROW_BYTES // 4, dtype=torch.float32)[row, :HIDDEN] = SUM
     set_words(world, mark(world.config, 1))
     sizes = {"shape": world.shape, "block_h": 4, **SIZES}
-    combine.own(
+    reduce.own(
         *(acc, world.bases, make_state(), num_records, record_token),
         torch.full((1, 1), row).int(),
         **{"me": 3, "rows_off": SEND, "row_bytes": ROW_BYTES, "rows_in_off": WORD["rows_in"]},
@@ -203,7 +204,7 @@ def test_case_d1_reduce(world):
     in_rows[:, first] = torch.tensor([row, -1, -1, -1])
     rows = world.region(RECV, T, ROW_BYTES // 4, dtype=torch.float32)
     rows[row, :HIDDEN] = SUM
-    combine.reduce(
+    reduce.reduce(
         *(world.bases, make_state(), in_rows, torch.full((4, 1), P).int()),
         **{"me": 0, "rows_off": RECV, "row_bytes": ROW_BYTES, "send_off": SEND, "wave": 1},
         **{"num_peers": PEERS, "first": first, "round_records": round_records},

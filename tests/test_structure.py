@@ -15,37 +15,47 @@ from railwave.kernels import OPS, load
 ROOT = Path(railwave.__file__).parent
 
 # A module imports only from those before it; a folder is one layer.
-LAYERS = (
-    *("_version", "_check", "errors", "topology", "sched", "kernels", "heap", "config", "handle"),
-    *(
-        "traffic",
-        "exchange",
-        "arguments",
-        "world",
-        "meeting",
-        "communicator",
-        "default",
-        "workloads",
-        "reference",
-    ),
-    *("cases", "report", "table", "cli", "__main__"),
-)
+LAYERS = [
+    "_version",
+    "_check",
+    "errors",
+    "topology",
+    "sched",
+    "kernels",
+    "heap",
+    "config",
+    "handle",
+    "traffic",
+    "exchange",
+    "arguments",
+    "world",
+    "meeting",
+    "rehearsal",
+    "communicator",
+    "default",
+    "workloads",
+    "reference",
+    "cases",
+    "report",
+    "table",
+    "cli",
+    "__main__",
+]
 # The same within kernels/: they import one another relatively, so that each mode has its own.
-KERNEL_LAYERS = (
-    *(
-        "shape",
-        "lang",
-        "nvshmem",
-        "wire",
-        "count",
-        "notify",
-        "quota",
-        "match",
-        "pack",
-        "unpack",
-        "combine",
-    ),
-)
+KERNEL_LAYERS = [
+    "shape",
+    "lang",
+    "nvshmem",
+    "wire",
+    "count",
+    "notify",
+    "quota",
+    "match",
+    "pack",
+    "unpack",
+    "reduce",
+    "combine",
+]
 
 
 # The package's modules, `railwave.` left out, and where they are.

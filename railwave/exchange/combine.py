@@ -72,7 +72,7 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0)
 
 def _copy_in(sums: _Sums, words: torch.Tensor) -> None:
     pe = sums.pe
-    pe.kernels.combine.copy_in(
+    pe.kernels.reduce.copy_in(
         *(pe.heap.bases, pe.state, words),
         me=pe.pe,
         rows_off=pe.heap.layout["rows"],
@@ -86,7 +86,7 @@ def _copy_in(sums: _Sums, words: torch.Tensor) -> None:
 
 def _own(sums: _Sums) -> None:
     pe, handle = sums.pe, sums.handle
-    pe.kernels.combine.own(
+    pe.kernels.reduce.own(
         *(sums.acc, pe.heap.bases, pe.state, handle.num_records, handle.record_token),
         handle.own_rows,
         me=pe.pe,
@@ -101,7 +101,7 @@ def _own(sums: _Sums) -> None:
 
 def _reduce(sums: _Sums, this: Round) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
-    pe.kernels.combine.reduce(
+    pe.kernels.reduce.reduce(
         *(pe.heap.bases, pe.state, handle.in_rows, handle.in_load),
         rows_off=layout["rows"],
         row_bytes=sums.row_words * 4,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from railwave.heap.layout import Layout
+from railwave.heap.layout import ALIGNMENT, Layout
 from railwave.kernels import initialise_modules
 
 Gather = Callable[[Any], list[Any]]  # one object per PE in, all PEs' objects out: collective
@@ -79,6 +79,7 @@ class NvshmemHeap:
                 bindings.ptr(address, peer) if map_all or peer in near else 0
                 for peer in range(num_pes)
             ]
+            assert address % ALIGNMENT == 0, address  # kernels move 16 bytes at a time
             missing = gather([peer for peer in near if not addresses[peer]])
             if any(missing):
                 self.close()

@@ -1,0 +1,94 @@
+"""Run every kernel once before anybody waits for it, on GPUs.
+
+A kernel is compiled and loaded at its first launch, which takes seconds, and loading may wait until
+kernels that run have ended. So that this never happens while a peer waits, a phase is run for
+nothing first, once for each kind of call: as if it had failed, so that no kernel waits for a word,
+moves a record or tells anybody (`Exchange.cut_short`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from railwave.arguments import SUMMABLE, check_call
+from railwave.exchange import Exchange, Stages, combine, dispatch
+from railwave.handle import Call, Handle
+
+Gather = Callable[[Any], list[Any]]  # one object per rank in, all ranks' objects out: collective
+
+
+class Rehearsal:
+    """What this PE has rehearsed."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._kinds: set[Any] = set()  # Triton has a variant of a kernel for each
+
+    def all_declared(self, gather: Gather) -> None:
+        """Rehearse calls as declared, on every path. Collective.
+
+        On each host one rank a path goes first; the others find what it compiled.
+
+        Raises:
+            RuntimeError: a kernel does not compile or load, on some rank; on all.
+        """
+        config = self._exchange.config
+        hosts = gather(os.uname().nodename)
+        place = hosts[: self._exchange.pe].count(hosts[self._exchange.pe])
+        for paths in (config.paths[place : place + 1], config.paths):
+            try:
+                self._declared(paths)
+                error = ""
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            failed = {rank: text for rank, text in enumerate(gather(error)) if text}
+            if failed:
+                raise RuntimeError(f"kernels could not be compiled and loaded; by rank: {failed}")
+
+    def _declared(self, paths: Iterable[str]) -> None:
+        config, device = self._exchange.config, self._exchange.device
+        tokens, dtype = min(8, config.max_tokens_per_rank), config.dtype
+        x = torch.zeros(tokens, config.hidden, dtype=dtype, device=device)
+        topk_idx = torch.zeros(tokens, config.top_k, dtype=torch.int64, device=device)
+        weights = torch.zeros(tokens, config.top_k, device=device)
+        dtype = dtype if dtype in SUMMABLE else torch.bfloat16
+        out = torch.zeros(0, config.payload_bytes // dtype.itemsize, dtype=dtype, device=device)
+        for path in paths:
+            handle = self.dispatch(check_call(config, x, topk_idx, weights, path))
+            if handle and out.shape[1]:
+                self.combine(out, handle)
+        torch.cuda.synchronize(device)
+
+    def dispatch(self, call: Call) -> Handle | None:
+        """Rehearse a kind of dispatch that has not been; return a handle, for a rehearsal."""
+        inputs = call.x, call.topk_idx, call.topk_weights
+        kind = call.path, call.fmt, call.topk_idx.dtype, *(_aligned(t) for t in inputs)
+        if kind in self._kinds:
+            return None
+        self._kinds.add(kind)
+        return self._run(dispatch(self._exchange, call)).handle
+
+    def combine(self, out: torch.Tensor, handle: Handle) -> None:
+        """Rehearse a kind of combine that has not been."""
+        kind = handle.path, out.dtype, out.shape[1], handle.own_rows.shape[1], _aligned(out)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self._run(combine(self._exchange, out, handle))
+
+    def _run(self, stages: Stages) -> Any:
+        with self._exchange.cut_short():
+            try:
+                while True:
+                    next(stages)
+            except StopIteration as stop:
+                return stop.value
+
+
+def _aligned(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Say what Triton, and copies of rows, know of a tensor's place."""
+    starts = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize
+    return starts[0] % 16 == 0, starts[1] % 16 == 0

@@ -1,0 +1,99 @@
+"""What the compiled kernels take of a GPU at full size, read from their cubins.
+
+A kernel that keeps values in local memory is slow, and on a GPU that several processes share CUDA
+may wait for all of them before it makes room for that: for ever, if one waits for this kernel.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from railwave import Topology
+from railwave.arguments import check_call
+from railwave.config import COMPILED, Config
+from railwave.exchange import Exchange, combine, dispatch
+from railwave.heap import LocalHeap
+from railwave.kernels import load
+from test_kernels_compile import SM_90
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+# What moves payload: 16 bytes at a time.
+MOVING = ("pack", "local", "put", "unpack", "finish", "copy_in", "own", "reduce", "take")
+
+
+def recorded(nodes, gpus, tokens, hidden, top_k):
+    """Return {(kernel, signature, constants)} of a dispatch and a combine, which never run."""
+    launches = {}
+
+    def record(self, *args, grid, warmup, num_warps=4, **kwargs):
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        signature, constants, attrs = {}, {}, {}
+        for i, parameter in enumerate(self.params):
+            name, value = parameter.name, values[parameter.name]
+            signature[name] = "constexpr" if parameter.is_constexpr else "i64"
+            if parameter.is_constexpr:
+                constants[name] = value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = mangle_type(value)
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        launches[self.__name__, str(signature), str(constants)] = (
+            *(self, signature, constants, attrs, num_warps),
+        )
+
+    topo, cpu = Topology(nodes, gpus, gpus), torch.device("cpu")
+    sizes = dict(num_experts=8 * topo.num_ranks, top_k=top_k, hidden=hidden)
+    sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=COMPILED)
+    config = Config(topo=topo, **sizes)
+    heap = LocalHeap(topo.num_ranks, config.layout, device=cpu)
+    pe = Exchange(config, heap, 0, device=cpu, deadline_s=1)
+    pe.kernels = load(interpret=False)
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", record)
+        for path in ("joint", "native"):
+            ids, weights = torch.zeros(tokens, top_k).long(), torch.zeros(tokens, top_k)
+            handle = result(dispatch(pe, check_call(config, x, ids, weights, path))).handle
+            result(combine(pe, x[:0], handle))
+    return launches.values()
+
+
+def result(stages):
+    """Run stages to their end."""
+    try:
+        while True:
+            next(stages)
+    except StopIteration as stop:
+        return stop.value
+
+
+def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(tmp_path):
+    seen = set()
+    for kernel, signature, constants, attrs, num_warps in recorded(4, 8, 4096, 7168, 8):
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+        options = {"num_warps": num_warps, "enable_fp_fusion": False}
+        asm = triton.compile(source, target=SM_90, options=options).asm
+        (tmp_path / "cubin").write_bytes(asm["cubin"])
+        said = subprocess.run(
+            [CUOBJDUMP, "-res-usage", tmp_path / "cubin"], capture_output=True, text=True
+        ).stdout
+        name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
+        stack = int(re.search(r"STACK:(\d+)", said)[1])
+        assert stack <= 64, (name, stack, constants)  # a few saved registers are no array
+        if name in MOVING:
+            seen.add(name)
+            for what in ("ld", "st"):
+                assert re.search(rf"{what}\.global\S*\.v4", asm["ptx"]), (name, what)
+    assert seen == set(MOVING)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3)])
+def test_kernels_compile_at_the_smallest_sizes(sizes):
+    for kernel, signature, constants, attrs, num_warps in recorded(*sizes):
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+        triton.compile(source, target=SM_90, options={"num_warps": num_warps})
