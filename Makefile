@@ -19,7 +19,7 @@ VENV_OK := import importlib.metadata as m, sys, pip; sys.exit(not ( \
 .PHONY: help setup demo test soak test-gpu test-versions lint format clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
 	@echo "PYTHON ($(PYTHON)) makes .venv; PYTEST_WORKERS ($(PYTEST_WORKERS)) runs the tests."
 
 setup: $(STAMP) ## Make .venv and install railwave with the tested versions
@@ -45,12 +45,12 @@ test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2 
 	@if ls .whl/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps \
 		--no-compile --upgrade --target $(GPU_SITE) .whl/*.whl; fi
 	@for shard in $(SHARD); do case $$shard in \
-		1) $(GPU_ENV) RAILWAVE_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 12 \
+		1) $(GPU_ENV) RAILWAVE_TEST_DEVICE=cuda timeout 480 $(PYTHON) -m pytest -n 12 \
 			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
-			tests/test_world_results.py ;; \
-		2) $(GPU_ENV) $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k "not full_size" \
+			tests/test_world_results.py tests/test_world_waves.py ;; \
+		2) $(GPU_ENV) timeout 480 $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k "not full_size" \
 			tests/test_gpu.py ;; \
-		3) $(GPU_ENV) $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k full_size \
+		3) $(GPU_ENV) timeout 480 $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k full_size \
 			tests/test_gpu.py ;; \
 		esac || exit; done
 
@@ -62,7 +62,7 @@ test-versions: $(STAMP) ## Run the kernel tests with every triton that railwave 
 			triton==$$version && \
 		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(VENV)/bin/pytest -n $(PYTEST_WORKERS) \
 			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
-			tests/test_kernels_compile.py || exit; done
+			tests/test_kernels_compile.py tests/test_kernels_resources.py || exit; done
 
 lint: $(STAMP) ## Check style and format
 	$(VENV)/bin/ruff check .

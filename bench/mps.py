@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,22 +31,24 @@ def mps_daemon() -> Iterator[None]:
     control = shutil.which("nvidia-cuda-mps-control", path=os.pathsep.join(_places()))
     if control is None:
         raise FileNotFoundError(f"nvidia-cuda-mps-control is in none of {_places()}")
-    with tempfile.TemporaryDirectory(prefix="railwave-mps-") as folder:
-        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        before = {name: os.environ.get(name) for name in names}
-        for name in names:
-            os.environ[name] = os.path.join(folder, name.lower())
-            os.mkdir(os.environ[name])
-        subprocess.run([control, "-d"], check=True, stdin=subprocess.DEVNULL)
+    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+    before = {name: os.environ.get(name) for name in names}
+    # The daemon may still write its log when the folder goes.
+    with tempfile.TemporaryDirectory(prefix="railwave-mps-", ignore_cleanup_errors=True) as folder:
         try:
+            for name in names:
+                os.environ[name] = os.path.join(folder, name.lower())
+                os.mkdir(os.environ[name])
+            subprocess.run([control, "-d"], check=True, stdin=subprocess.DEVNULL)
             yield
         finally:
-            subprocess.run([control], input="quit\n", text=True, check=False, timeout=60)
-            for name, value in before.items():
-                if value is None:
+            try:
+                subprocess.run([control], input="quit\n", text=True, check=False, timeout=60)
+            finally:
+                for name, value in before.items():
                     os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+                    if value is not None:
+                        os.environ[name] = value
 
 
 def _places() -> list[str]:
@@ -59,6 +62,7 @@ def main() -> int:
     if len(sys.argv) < 2:
         print("usage: python -m bench.mps COMMAND [ARGUMENT ...]", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the daemon is stopped, too
     with mps_daemon():
         return subprocess.run(sys.argv[1:], check=False).returncode
 

@@ -6,6 +6,7 @@ python -m bench.run kernels --out results.jsonl
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import sys
@@ -51,7 +52,8 @@ def machine(device: torch.device) -> dict[str, str]:
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return {"machine": name, **{name: version(name) for name in ("torch", "triton")}}
+    versions = {package: version(package) for package in ("torch", "triton")}
+    return {"machine": name, "date": datetime.date.today().isoformat(), **versions}
 
 
 if __name__ == "__main__":

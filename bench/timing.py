@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+TILE = 4096  # words a program copies at a time
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -75,12 +77,11 @@ def _empty_kernel(ptr):
 
 
 @triton.jit
-def _copy_kernel(dst_ptr, src_ptr, n, BLOCK: tl.constexpr):
-    """Copy n words, a tile after the other in each program."""
-    step = tl.num_programs(0) * BLOCK
-    for i in range(tl.program_id(0) * BLOCK, n, step):
-        offs = i.to(tl.int64) + tl.arange(0, BLOCK)
-        tl.store(dst_ptr + offs, tl.load(src_ptr + offs, mask=offs < n), mask=offs < n)
+def _copy_kernel(dst_ptr, src_ptr, num_tiles, BLOCK: tl.constexpr):
+    """Copy whole tiles of words, 16 bytes a thread at a time."""
+    for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        offs = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(dst_ptr + offs, tl.load(src_ptr + offs))
 
 
 def empty_launch(device: torch.device) -> Callable[[], None]:
@@ -90,10 +91,11 @@ def empty_launch(device: torch.device) -> Callable[[], None]:
 
 
 def copy_launch(device: torch.device, num_bytes: int, programs: int) -> Callable[[], None]:
-    """Return a plain Triton copy that reads and writes `num_bytes` together."""
-    src = torch.zeros(num_bytes // 8, dtype=torch.int32, device=device)
+    """Return a plain Triton copy that reads and writes `num_bytes` together, to a whole tile."""
+    num_tiles = triton.cdiv(num_bytes, 8 * TILE)
+    src = torch.zeros(num_tiles * TILE, dtype=torch.int32, device=device)
     dst = torch.empty_like(src)
-    return lambda: _copy_kernel[(programs,)](dst, src, src.numel(), BLOCK=4096)
+    return lambda: _copy_kernel[(programs,)](dst, src, num_tiles, BLOCK=TILE)
 
 
 def device_copy_launch(device: torch.device, num_bytes: int) -> Callable[[], None]:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from railwave._version import __version__
 from railwave.arguments import check_call, check_handle, check_out, plain
-from railwave.config import PATHS, Config, fitting
+from railwave.config import PATHS, WAVES, Config, fitting
 from railwave.errors import PeerError
 from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
 from railwave.handle import Handle, Received
-from railwave.heap import NvshmemHeap, ShmHeap
+from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.meeting import Meeting
 from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
@@ -54,7 +54,6 @@ class Communicator:
         PeerError: an argument of another rank breaks a rule.
         MemoryError, RuntimeError: symmetric memory cannot be had, or kernels do not compile; on all
             ranks.
-        ImportError: on GPUs, NVSHMEM or nvshmem4py is not installed.
     """
 
     def __init__(
@@ -100,20 +99,17 @@ class Communicator:
         self._on_gpu = self.config.device.type == "cuda"
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
-        with torch.inference_mode(False), self.config.device:
+        with torch.inference_mode(False), self.config.device, self.config.on_device():
             self._heap = self._make_heap()
-            self._exchange = Exchange(
-                self.config,
-                self._heap,
-                self.rank,
-                device=self.config.device,
-                deadline_s=self.deadline_s,
-                compare_calls=True,
-            )
-            self._meeting = Meeting(self._exchange, self.deadline_s)
-            self._rehearsal = Rehearsal(self._exchange)
-            if self._on_gpu:
-                self._rehearsal.all_declared(self._gather)
+            try:
+                self._exchange = together(self._gather, "make tables", self._make_exchange)
+                self._meeting = Meeting(self._exchange, self.deadline_s)
+                self._rehearsal = Rehearsal(self._exchange)
+                if self._on_gpu:
+                    self._rehearsal.all_declared(self._gather)
+            except BaseException:
+                self.close()
+                raise
 
     def __enter__(self) -> Communicator:
         return self
@@ -130,6 +126,11 @@ class Communicator:
         config, ranks = self.config, self.config.topo.num_ranks
         if not self._on_gpu:
             return ShmHeap(self.rank, ranks, config.layout, gather=self._gather)
+        gpu = torch.cuda.get_device_properties(config.device)
+        gpus = self._gather((os.uname().nodename, str(gpu.uuid)))
+        sharing = gpus.count(gpus[self.rank])
+        tiles = fitting(config.tiles, gpu.multi_processor_count, sharing)
+        together(self._gather, "fit all ranks", lambda: _check_fit(config, sharing, tiles.programs))
         node = self.rank // config.topo.gpus_per_node
         heap = NvshmemHeap(
             *(self.rank, ranks, config.layout),
@@ -138,11 +139,18 @@ class Communicator:
             near=range(ranks)[node * config.topo.gpus_per_node :][: config.topo.gpus_per_node],
             map_all=self._wire is None,
         )
-        gpu = torch.cuda.get_device_properties(config.device)
-        sharing = self._gather((os.uname().nodename, str(gpu.uuid)))
-        tiles = fitting(config.tiles, gpu.multi_processor_count, sharing.count(sharing[self.rank]))
         self.config = replace(config, remote=heap.remote, tiles=tiles)
         return heap
+
+    def _make_exchange(self) -> Exchange:
+        return Exchange(
+            self.config,
+            self._heap,
+            self.rank,
+            device=self.config.device,
+            deadline_s=self.deadline_s,
+            compare_calls=True,
+        )
 
     def _check_same_config(self, wrong: Exception | None) -> None:
         """Raise on every rank if an argument is wrong on any, or differs."""
@@ -196,17 +204,18 @@ class Communicator:
             PeerError: another rank's argument breaks a rule, or the ranks' calls differ; likewise.
             PeerTimeoutError: another rank did not come in time; `reset` before going on.
         """
+        self._check_usable()
         try:
             call = check_call(self.config, x, topk_idx, topk_weights, path)
+            if self._on_gpu:
+                with self.config.on_device():
+                    self._rehearsal.dispatch(call)
         except Exception as error:
             return self._refuse("dispatch", error)
         said = (
             f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}, top-k "
             f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}"
         )
-        self._check_usable()
-        if self._on_gpu:
-            self._rehearsal.dispatch(call)
         return self._run(dispatch(self._exchange, call), "dispatch", call.path, said)
 
     def combine(self, out: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -224,18 +233,19 @@ class Communicator:
 
         Raises: as `dispatch`, and nothing of a wrong call is returned on any rank.
         """
+        self._check_usable()
         try:
             check_handle(handle, self._exchange, name="handle", received="received")
             check_out(self.config, out, handle, name="out")
+            out = plain(out)
+            if self._on_gpu:
+                with self.config.on_device():
+                    self._rehearsal.combine(out, handle)
         except Exception as error:
             return self._refuse("combine", error)
         agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]}"
         status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
         said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
-        self._check_usable()
-        out = plain(out)
-        if self._on_gpu:
-            self._rehearsal.combine(out, handle)
         stages = combine(self._exchange, out, handle, status=status)
         return self._run(stages, "combine", handle.path, said)
 
@@ -252,7 +262,12 @@ class Communicator:
             said: of this rank's call, for the others' errors.
             wrong: what is wrong with it.
         """
-        self._check_usable()
+        with self.config.on_device():
+            return self._run_stages(stages, verb, path, said, wrong)
+
+    def _run_stages(
+        self, stages: Stages, verb: str, path: str, said: str, wrong: Exception | None
+    ) -> Any:
         meeting = self._meeting
         self._broken = True  # until the end is reached
         try:
@@ -296,8 +311,9 @@ class Communicator:
         """
         self._check_open()
         self._broken = True  # its epoch is told: no phase may come in between
-        epoch, finished = self._meeting.reset(finished=self._finished)
-        self._exchange.start_at(epoch + 1)
+        with self.config.on_device():
+            epoch, finished = self._meeting.reset(finished=self._finished)
+            self._exchange.start_at(epoch + 1)
         self._end()
         return finished
 
@@ -343,6 +359,16 @@ def _raise_differ(verb: str, wrong: Exception | None, texts: list[str]) -> NoRet
     calls = "; ".join(f"{text} by ranks {ranks}" for text, ranks in callers.items())
     text = f"nothing moved in {verb}: calls must agree on all ranks, got {calls}"
     raise PeerError(text) from None
+
+
+def _check_fit(config: Config, sharing: int, programs: int) -> None:
+    """Check that what waits at once leaves room on a GPU: a program for each peer, at least."""
+    all_at_once = sorted(set(config.paths) - set(WAVES))
+    if sharing > 1 and all_at_once and config.topo.nodes - 1 > programs:
+        raise ValueError(
+            f"paths must be without {' and '.join(all_at_once)} where {sharing} ranks share a GPU "
+            f"and there are {config.topo.nodes} nodes: {programs} programs of each may wait at once"
+        )
 
 
 def _default_device() -> torch.device:

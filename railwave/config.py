@@ -5,6 +5,7 @@ Letters: N nodes, G GPUs a node, R rails, W = N * G ranks, E experts, K top-k, T
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -86,14 +87,16 @@ COMPILED = Tiles(
 
 
 def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
-    """Return tiles whose waiting launches fit on a GPU beside those of all PEs that share it.
+    """Return tiles for PEs of which `sharing` share a GPU.
 
-    Two programs of 128 threads fit on an SM however many registers they take; so no program that
-    waits keeps one that is waited for from starting.
+    A program of 128 threads takes at most half of an SM's registers. With one waiting program an SM
+    there is always room for one of a kernel that is waited for, if that is as small.
 
-    Example: of 132 SMs, 32 PEs may have 8 programs each.
+    Example: of 132 SMs, 32 PEs may have 4 programs each.
     """
-    return replace(tiles, programs=max(1, min(tiles.programs, 2 * num_sms // sharing)))
+    if sharing == 1:
+        return tiles
+    return replace(tiles, programs=max(1, min(tiles.programs, num_sms // sharing)), block_t=128)
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,10 @@ class Config:
                 f"expert_to_rank must have one rank per expert ({experts}), got {len(given)}"
             )
         return tuple(check_index(r, ranks, f"expert_to_rank[{e}]") for e, r in enumerate(given))
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Make the device the current one: kernels are launched on that."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @cached_property
     def proxy_records(self) -> int:

@@ -9,16 +9,18 @@ moves a record or tells anybody (`Exchange.cut_short`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from railwave.arguments import SUMMABLE, check_call
-from railwave.exchange import Exchange, Stages, combine, dispatch
+from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
+from railwave.exchange.words import as_words
 from railwave.handle import Call, Handle
-
-Gather = Callable[[Any], list[Any]]  # one object per rank in, all ranks' objects out: collective
+from railwave.heap import Gather, together
 
 
 class Rehearsal:
@@ -40,14 +42,7 @@ class Rehearsal:
         hosts = gather(os.uname().nodename)
         place = hosts[: self._exchange.pe].count(hosts[self._exchange.pe])
         for paths in (config.paths[place : place + 1], config.paths):
-            try:
-                self._declared(paths)
-                error = ""
-            except Exception as caught:
-                error = f"{type(caught).__name__}: {caught}"
-            failed = {rank: text for rank, text in enumerate(gather(error)) if text}
-            if failed:
-                raise RuntimeError(f"kernels could not be compiled and loaded; by rank: {failed}")
+            together(gather, "compile and load kernels", partial(self._declared, paths))
 
     def _declared(self, paths: Iterable[str]) -> None:
         config, device = self._exchange.config, self._exchange.device
@@ -61,23 +56,32 @@ class Rehearsal:
             handle = self.dispatch(check_call(config, x, topk_idx, weights, path))
             if handle and out.shape[1]:
                 self.combine(out, handle)
+        with suppress(CallsDiffer):
+            self._run(refuse(self._exchange))
         torch.cuda.synchronize(device)
 
     def dispatch(self, call: Call) -> Handle | None:
         """Rehearse a kind of dispatch that has not been; return a handle, for a rehearsal."""
-        inputs = call.x, call.topk_idx, call.topk_weights
+        inputs = as_words(call.x), call.topk_idx, call.topk_weights
         kind = call.path, call.fmt, call.topk_idx.dtype, *(_aligned(t) for t in inputs)
         if kind in self._kinds:
             return None
+        handle = self._run(dispatch(self._exchange, call)).handle
         self._kinds.add(kind)
-        return self._run(dispatch(self._exchange, call)).handle
+        return handle
 
     def combine(self, out: torch.Tensor, handle: Handle) -> None:
         """Rehearse a kind of combine that has not been."""
-        kind = handle.path, out.dtype, out.shape[1], handle.own_rows.shape[1], _aligned(out)
+        kind = (
+            handle.path,
+            out.dtype,
+            out.shape[1],
+            handle.own_rows.shape[1],
+            _aligned(as_words(out)),
+        )
         if kind not in self._kinds:
-            self._kinds.add(kind)
             self._run(combine(self._exchange, out, handle))
+            self._kinds.add(kind)
 
     def _run(self, stages: Stages) -> Any:
         with self._exchange.cut_short():
@@ -89,6 +93,5 @@ class Rehearsal:
 
 
 def _aligned(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Say what Triton, and copies of rows, know of a tensor's place."""
-    starts = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize
-    return starts[0] % 16 == 0, starts[1] % 16 == 0
+    """Say what Triton knows of a tensor's place, and of that of its rows."""
+    return tensor.data_ptr() % 16 == 0, tensor.stride(0) * tensor.itemsize % 16 == 0

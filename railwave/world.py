@@ -101,7 +101,8 @@ class LocalWorld:
         self._interrupted = False
         self.traffic: Traffic | None = None
         device = self.config.device
-        with torch.inference_mode(False):  # else these tensors could not be used outside it
+        # Else these tensors could not be used outside it.
+        with torch.inference_mode(False), self.config.on_device():
             self.heap = LocalHeap(topo.num_ranks, self.config.layout, device=device)
             self._exchanges = [
                 Exchange(self.config, self.heap, pe, device=device, deadline_s=DEADLINE_S)
@@ -167,7 +168,8 @@ class LocalWorld:
                 "time"
             )
         try:
-            return self._run_alone(stages)
+            with self.config.on_device():
+                return self._run_alone(stages)
         finally:
             _RUNNING.release()
 

@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 
-from railwave import LocalWorld, Topology
+from railwave import Communicator, LocalWorld, Topology
+from railwave.communicator import _check_fit
+from railwave.config import COMPILED, Config, fitting
 from worlds import Batch, dispatch, make_batch, make_outs, make_world, run
 
 
@@ -266,3 +268,35 @@ def test_case_n5_a_second_thread_is_refused():
     call = ([ones(1, 4)], [ids([0])], [torch.ones(1, 1)])
     assert len(world.dispatch(*call)[0].x) == 1
     assert "another thread runs" in meddler.refused
+
+
+SMALL = dict(num_experts=8, top_k=1, hidden=4, max_tokens_per_rank=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("device, error", [(3, TypeError), ("mps", ValueError), ("x", ValueError)])
+def test_a_device_is_a_cpu_or_a_cuda_device(device, error):
+    with pytest.raises(error, match="device must be"):
+        LocalWorld(Topology(2, 1, 1), **SMALL, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="device must be cpu where torch finds no GPU, got 'cuda'"):
+        LocalWorld(Topology(2, 1, 1), **SMALL, device="cuda")
+
+
+def test_waiting_programs_leave_room_on_a_shared_gpu():
+    assert fitting(COMPILED, 132, 1) == COMPILED
+    assert [fitting(COMPILED, 132, n).programs for n in (2, 8, 32, 200)] == [66, 16, 4, 1]
+    topo = Topology(8, 1, 1)
+    _check_fit(Config(topo=topo, **SMALL), sharing=8, programs=16)
+    _check_fit(Config(topo=topo, **SMALL), sharing=1, programs=1)
+    _check_fit(Config(topo=topo, paths=("joint",), **SMALL), sharing=8, programs=1)
+    with pytest.raises(ValueError, match=r"paths must be without native and rail where 32 ranks"):
+        _check_fit(Config(topo=topo, **SMALL), sharing=32, programs=4)
+
+
+@pytest.mark.parametrize("wire", ["tcp", "nvshmem", 1])
+def test_a_wire_is_none_on_a_cpu(wire):
+    with pytest.raises(ValueError, match="wire must be None"):
+        Communicator(Topology(2, 1, 1), **SMALL, device="cpu", wire=wire)

@@ -13,7 +13,7 @@ import railwave
 from processes import run_all
 from railwave.config import PATHS
 from test_processes import combine, dispatch
-from worlds import make_batch, make_outs
+from worlds import bytes_equal, make_batch, make_outs
 
 pytestmark = pytest.mark.gpu
 WIRES = [None, "nvshmem"]
@@ -105,26 +105,28 @@ def same(got, want):
     return torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
-def big_phases(rank, ranks, tokens, hidden, num_phases, wire):
-    """Every dispatch has fresh bits and other routing."""
-    topo, top_k = railwave.Topology(2, ranks // 2, ranks // 2), 8
+def big_phases(rank, nodes, ranks, tokens, hidden, num_phases, wire):
+    """Four dispatches and combines back to back, each on other data; then they are checked."""
+    topo, top_k = railwave.Topology(nodes, ranks // nodes, ranks // nodes), 8
     sizes = dict(num_experts=8 * ranks, top_k=top_k, hidden=hidden, max_tokens_per_rank=tokens)
-    rw = init(topo, rank, **sizes, wire=wire, paths=("native", "joint"))
+    rw = init(topo, rank, **sizes, wire=wire, staging_records=1024)
     weights = torch.full((tokens, top_k), 1 / top_k, device="cuda")
-    first = Big(rank, ranks, tokens, hidden, top_k, 0)
-    assert same(first.rows(), first.rows()) and same(first.sums(), first.sums())
-    first.out()
+    bigs = [Big(rank, ranks, tokens, hidden, top_k, seed) for seed in range(len(PATHS))]
+    rows, outs, sums = zip(*[(big.rows(), big.out(), big.sums()) for big in bigs], strict=True)
+    assert same(rows[0], rows[0]) and bytes_equal(weights, weights)
     torch.cuda.synchronize()
     dist.barrier()  # all kernels of the checks are loaded, see bench/mps.py
-    for phase in range(num_phases // 2):
-        big = Big(rank, ranks, tokens, hidden, top_k, phase)
-        path = ("joint", "native")[phase % 2]
-        received = rw.dispatch(big.xs[rank], big.ids[rank], weights, path=path)
-        assert same(received.x, big.rows()), (phase, path)
-        assert same(rw.combine(big.out(), received.handle), big.sums()), (phase, path)
+    for turn in range(num_phases // (2 * len(bigs))):
+        got = []
+        for i, big in enumerate(bigs):
+            path = PATHS[(i + turn) % len(PATHS)]
+            received = rw.dispatch(big.xs[rank], big.ids[rank], weights, path=path)
+            got.append((received, rw.combine(outs[i], received.handle)))
+        for i, (received, y) in enumerate(got):
+            assert same(received.x, rows[i]) and same(y, sums[i]), (turn, i)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_200_phases_back_to_back_at_full_size(wire):
+@pytest.mark.parametrize("nodes, wire", [(2, None), (4, "nvshmem")])
+def test_200_phases_back_to_back_at_full_size(nodes, wire):
     num_phases = int(os.environ.get("RAILWAVE_TEST_PHASES", "200"))
-    run_all(big_phases, 8, 8, 4096, 7168, num_phases, wire, timeout_s=100)
+    run_all(big_phases, 8, nodes, 8, 4096, 7168, num_phases, wire, timeout_s=220)

@@ -122,7 +122,13 @@ def notify_all(config, memory, states, all_counts, *, block_n, order):
         )
     for me in reversed(order):
         notify.forward(
-            memory.bases, states[me], me=me, shape=config.shape, block_n=block_n, **where
+            memory.bases,
+            states[me],
+            me=me,
+            shape=config.shape,
+            programs=2,
+            block_n=block_n,
+            **where,
         )
 
 
@@ -163,6 +169,7 @@ def test_forward_without_a_message_passes_nothing_on():
         notify_off=memory.off("messages"),
         word_off=memory.off("notify"),
         shape=config.shape,
+        programs=1,
         block_n=4,
     )
     memory.check()

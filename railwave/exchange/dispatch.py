@@ -32,8 +32,12 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     )
     yield pe.rail_wait("notify", 0)
 
+    tiles = pe.config.tiles
     pe.kernels.notify.forward(
-        *(pe.heap.bases, pe.state), block_n=pe.config.tiles.block_n, **notified_word
+        *(pe.heap.bases, pe.state),
+        programs=tiles.programs,
+        block_n=tiles.block_n,
+        **notified_word,
     )
     yield pe.all_wait("notify", 0)
 
@@ -167,7 +171,7 @@ def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round 
 def _finish(pe: Exchange, call: Call, handle: Handle) -> Received:
     layout, fmt, rows = pe.heap.layout, call.fmt, handle.num_rows
     tiles = pe.config.tiles
-    words = pe.ints(rows, fmt.X_WORDS)
+    words = torch.empty(rows, fmt.X_WORDS, dtype=torch.int32, device=pe.device)
     topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=pe.device)
     weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=pe.device)
     pe.kernels.unpack.finish(

@@ -243,6 +243,7 @@ class Exchange:
         notify.forward(
             *(self.heap.bases, self.state),
             notify_off=layout["messages"],
+            programs=self.config.tiles.programs,
             block_n=self.config.tiles.block_n,
             **where,
         )
@@ -263,9 +264,11 @@ class Exchange:
         """Run stages as if the phase had failed: every kernel runs, nothing waits or is told."""
         state, epoch = self.state.clone(), self.epoch
         self.state[self.kernels.wire.FAILED.value] = 1
-        yield
-        self.state.copy_(state)
-        self.epoch = epoch
+        try:
+            yield
+        finally:
+            self.state.copy_(state)
+            self.epoch = epoch
 
     def check_same_call(self, own: int) -> None:
         """Compare what all ranks said of their calls in notify.

@@ -10,5 +10,7 @@ from railwave.heap.layout import Region as Region
 from railwave.heap.local import LocalHeap as LocalHeap
 from railwave.heap.nvshmem import NvshmemHeap as NvshmemHeap
 from railwave.heap.shm import ShmHeap as ShmHeap
+from railwave.heap.together import Gather as Gather
+from railwave.heap.together import together as together
 
-__all__ = ["Layout", "LocalHeap", "NvshmemHeap", "Region", "ShmHeap"]
+__all__ = ["Gather", "Layout", "LocalHeap", "NvshmemHeap", "Region", "ShmHeap", "together"]

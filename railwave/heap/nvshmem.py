@@ -8,7 +8,7 @@ but kept for the next heap of the process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from railwave.heap.layout import ALIGNMENT, Layout
+from railwave.heap.together import Gather, together
 from railwave.kernels import initialise_modules
-
-Gather = Callable[[Any], list[Any]]  # one object per PE in, all PEs' objects out: collective
 
 _MIB = 1 << 20
 
@@ -49,9 +48,9 @@ class NvshmemHeap:
         map_all: map also others if they can be; else NVSHMEM's calls reach them.
 
     Raises:
-        ImportError: nvshmem4py or NVSHMEM's library is not installed.
         MemoryError: there is no room in the symmetric heap or on the GPU; on all PEs.
-        RuntimeError: a PE of the own node is not mapped, or NVSHMEM runs with other PEs.
+        RuntimeError: nvshmem4py or NVSHMEM is not installed or does not start, a PE of the own node
+            is not mapped, or NVSHMEM runs with other PEs; on all PEs.
 
     Attributes:
         bases: (W,) int64 on `device`, this process's address of every PE's heap; 0 if not mapped.
@@ -72,65 +71,67 @@ class NvshmemHeap:
         with torch.cuda.device(device):
             _start(pe, num_pes, layout.size, gather, device)
             self._block = _take_block(layout.size, gather)
-            address, _ = _runtime.blocks[self._block]
-            from nvshmem import bindings
-
-            addresses = [
-                bindings.ptr(address, peer) if map_all or peer in near else 0
-                for peer in range(num_pes)
-            ]
-            assert address % ALIGNMENT == 0, address  # kernels move 16 bytes at a time
-            missing = gather([peer for peer in near if not addresses[peer]])
-            if any(missing):
+            try:
+                mapped = [map_all or peer in near for peer in range(num_pes)]
+                self._map(mapped, gather)
+                _check_near(gather([peer for peer in near if not self._addresses[peer]]))
+            except BaseException:
                 self.close()
-                raise RuntimeError(
-                    "the GPUs of a node must reach one another's memory (NVLink, or peer access), "
-                    f"but by rank these are not reached: {dict(enumerate(missing))}; check "
-                    "nvidia-smi topo -m, or make nodes of the GPUs that do"
-                )
-            self._memory = [_as_tensor(a, layout.size, device) if a else None for a in addresses]
-            self.bases = torch.tensor(addresses, dtype=torch.int64, device=device)
-            self.memory(pe).zero_()
-            torch.cuda.synchronize()
-        gather(None)  # nobody writes here before it is zero
+                raise
+        #: whether some PEs, of this one or of another, are reached by NVSHMEM's calls alone
+        self.remote = any(gather(0 in self._addresses))
 
-    @property
-    def remote(self) -> bool:
-        """Whether some PEs are reached by NVSHMEM's calls alone."""
-        return any(memory is None for memory in self._memory)
+    def _map(self, mapped: list[bool], gather: Gather) -> None:
+        """Find the PEs' addresses; zero the own memory before anybody writes there."""
+        from nvshmem import bindings
+
+        address, _ = _runtime.blocks[self._block]
+
+        def find() -> None:
+            self._addresses = [
+                bindings.ptr(address, peer) if wanted else 0 for peer, wanted in enumerate(mapped)
+            ]
+            self._own = torch.as_tensor(_Pointer(address, self.layout.size), device=self.device)
+            # A copy would be silent; and kernels move 16 bytes at a time.
+            assert self._own.data_ptr() == address and address % ALIGNMENT == 0, address
+            self.bases = torch.tensor(self._addresses, dtype=torch.int64, device=self.device)
+            self._side = torch.cuda.Stream(self.device)
+            self._own.zero_()
+            torch.cuda.synchronize(self.device)
+
+        together(gather, "map symmetric GPU memory", find)
 
     def memory(self, pe: int) -> torch.Tensor:
-        """Return all of a mapped PE's heap: (layout.size,) uint8."""
-        memory = self._memory[pe]
-        assert memory is not None, f"PE {pe} is not mapped"
-        return memory
+        """Return all of the own heap: (layout.size,) uint8."""
+        assert pe == self.pe, "the host sees its own heap alone"
+        return self._own
 
     def region(self, pe: int, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a region of a mapped PE's heap as a flat view of `dtype`."""
+        """Return a region of the own heap as a flat view of `dtype`."""
         region = self.layout.regions[name]
         return self.memory(pe)[region.offset : region.offset + region.size].view(dtype)
 
     def publish(self, name: str, words: list[int]) -> None:
-        """Store int64 words in this PE's slot of a region, at every PE: the host's own signal."""
+        """Store int64 words in this PE's slot of a region, at every PE: the host's own signal.
+
+        On a stream of its own, since a kernel of the current one may be waiting.
+        """
         from nvshmem import bindings
 
-        slot = torch.tensor(words, dtype=torch.int64, device=self.device)
-        start, end = self.pe * len(words), (self.pe + 1) * len(words)
-        own = self.region(self.pe, name, torch.int64)[start:end]
-        own.copy_(slot)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        for pe, memory in enumerate(self._memory):
-            if memory is None:
-                bindings.putmem_on_stream(own.data_ptr(), own.data_ptr(), slot.nbytes, pe, stream)
-            elif pe != self.pe:
-                self.region(pe, name, torch.int64)[start:end].copy_(slot)
-        if self.remote:
-            bindings.quiet_on_stream(stream)
-        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(self._side):
+            slot = self.region(self.pe, name, torch.int64)[self.pe * len(words) :][: len(words)]
+            slot.copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
+            for peer in range(len(self._addresses)):
+                if peer != self.pe:
+                    bindings.putmem_on_stream(
+                        *(slot.data_ptr(), slot.data_ptr(), slot.nbytes, peer),
+                        self._side.cuda_stream,
+                    )
+            bindings.quiet_on_stream(self._side.cuda_stream)
+        self._side.synchronize()
 
     def close(self) -> None:
         """Let the next heap of this process have the memory. Local."""
-        self._memory = []
         _runtime.free.add(self._block)
 
 
@@ -146,19 +147,18 @@ class _Pointer:
         }
 
 
-def _as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(_Pointer(address, size), device=device)
+def _check_near(missing: list[list[int]]) -> None:
+    if any(missing):
+        raise RuntimeError(
+            "the GPUs of a node must reach one another's memory (NVLink, or peer access), but by "
+            f"rank these are not reached: {dict(enumerate(missing))}; see nvidia-smi topo -m, or "
+            "make nodes of the GPUs that do"
+        )
 
 
 def _start(pe: int, num_pes: int, size: int, gather: Gather, device: torch.device) -> None:
     """Start NVSHMEM for these PEs, or check that it runs for them. Collective."""
-    try:
-        import nvshmem.core as nvshmem
-        from cuda.core import Device
-    except ImportError as error:
-        raise ImportError(
-            f"GPUs need nvshmem4py and cuda-python: pip install 'railwave[nvshmem]' ({error})"
-        ) from error
+    unique_id = together(gather, "load NVSHMEM", lambda: _unique_id(first=pe == 0))
     pes = tuple(gather((os.uname().nodename, os.getpid())))
     if _runtime.pes:
         if _runtime.pes != pes:
@@ -169,15 +169,32 @@ def _start(pe: int, num_pes: int, size: int, gather: Gather, device: torch.devic
         return
     # Its default, 1 GiB, is all that it may ever hold.
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(max(1024 * _MIB, size + 64 * _MIB)))
-    unique_id = nvshmem.get_unique_id(empty=pe != 0)
     data = unique_id._data.view("int8")
-    sent = gather(data.tobytes() if pe == 0 else b"")[0]
-    data[...] = np.frombuffer(sent, dtype=np.int8).reshape(data.shape)
-    gpu = Device(device.index)
-    gpu.set_current()
-    nvshmem.init(device=gpu, uid=unique_id, rank=pe, nranks=num_pes, initializer_method="uid")
-    initialise_modules()
-    _runtime.pes = pes
+    data[...] = np.frombuffer(gather(data.tobytes())[0], dtype=np.int8).reshape(data.shape)
+
+    def start() -> None:
+        import nvshmem.core as nvshmem
+        from cuda.core import Device
+
+        gpu = Device(device.index)
+        gpu.set_current()
+        nvshmem.init(device=gpu, uid=unique_id, rank=pe, nranks=num_pes, initializer_method="uid")
+        _runtime.pes = pes
+        initialise_modules()
+
+    together(gather, "start NVSHMEM", start)
+
+
+def _unique_id(*, first: bool) -> Any:
+    """Return a new unique id at the first PE, room for it at the others."""
+    try:
+        import cuda.core  # noqa: F401
+        import nvshmem.core as nvshmem
+    except ImportError as error:
+        raise ImportError(
+            f"GPUs need nvshmem4py and cuda-python: pip install 'railwave[nvshmem]' ({error})"
+        ) from error
+    return nvshmem.get_unique_id(empty=not first)
 
 
 def _take_block(size: int, gather: Gather) -> int:
@@ -187,11 +204,14 @@ def _take_block(size: int, gather: Gather) -> int:
     free = {n for n in _runtime.free if _runtime.blocks[n][1] >= size}
     everywhere = set.intersection(*gather(free))
     if everywhere:
+        # A kernel of an interrupted phase may still write there, here or at a peer.
+        torch.cuda.synchronize()
+        gather(None)
         number = min(everywhere, key=lambda n: (_runtime.blocks[n][1], n))
         _runtime.free.remove(number)
         return number
     try:
-        address, error = bindings.calloc(1, size), ""
+        address, error = bindings.malloc(size), ""
     except Exception as caught:
         address, error = 0, str(caught)
     failed = {pe: text for pe, (ok, text) in enumerate(gather((bool(address), error))) if not ok}

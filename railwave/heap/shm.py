@@ -18,18 +18,16 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from railwave.heap.layout import Layout
+from railwave.heap.together import Gather, together
 
 FOLDER = "/dev/shm"
 _NAME = re.compile(r"railwave-(\d+)-[0-9a-f]{32}-\d+")
-
-Gather = Callable[[Any], list[Any]]  # one object per PE in, all PEs' objects out: collective
 
 
 class ShmHeap:
@@ -55,17 +53,17 @@ class ShmHeap:
         self.layout, self.pe = layout, pe
         self._maps: list[mmap.mmap] = []
         self._blocks: list[torch.Tensor] = []
-        about: list[Any] = []
-        self._together(gather, "look at", lambda: about.extend((_host(), _free_bytes())))
-        peers = gather((about[0], secrets.token_hex(16), about[1]))
+        host, free = together(gather, f"look at {FOLDER}", lambda: (_host(), _free_bytes()))
+        peers = gather((host, secrets.token_hex(16), free))
         _check_one_host([peer[0] for peer in peers])
         _check_room(layout.size * num_pes, min(peer[2] for peer in peers))
         prefix = f"{FOLDER}/railwave-{os.getuid()}-{peers[0][1]}"
         paths = [f"{prefix}-{peer}" for peer in range(num_pes)]
         files: list[int] = []
         try:
-            self._together(gather, "make", lambda: files.append(_make(paths[pe], layout.size)))
-            self._together(gather, "map", lambda: self._map_all(paths, files))
+            make, where = lambda: files.append(_make(paths[pe], layout.size)), f"in {FOLDER}"
+            together(gather, f"make shared memory {where}", make)
+            together(gather, f"map shared memory {where}", lambda: self._map_all(paths, files))
         except BaseException:
             self.close()
             raise
@@ -77,17 +75,6 @@ class ShmHeap:
                     os.unlink(paths[pe])
         addresses = [block.data_ptr() for block in self._blocks]
         self.bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-
-    def _together(self, gather: Gather, what: str, step: Callable[[], None]) -> None:
-        """Take a step; raise on every PE if it failed on any."""
-        try:
-            step()
-            error = ""
-        except (OSError, ValueError, MemoryError) as caught:
-            error = str(caught) or type(caught).__name__
-        failed = {peer: text for peer, text in enumerate(gather(error)) if text}
-        if failed:
-            raise RuntimeError(f"could not {what} shared memory in {FOLDER}; by rank: {failed}")
 
     def _map_all(self, paths: list[str], files: list[int]) -> None:
         own = files[0]

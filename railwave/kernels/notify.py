@@ -16,8 +16,8 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import helper, i64, iota, jit
-from .nvshmem import libraries, put_signal, quiet
+from .lang import cdiv, helper, i64, iota, jit
+from .nvshmem import libraries, put_signal, quiet, settle
 from .shape import Shape, pow2
 from .wire import (
     NOTIFIES,
@@ -29,7 +29,6 @@ from .wire import (
     mark,
     own_address,
     send,
-    settle_words,
     signal,
     wait_all,
 )
@@ -110,32 +109,34 @@ def _forward_kernel(
     WORDS_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Pass the messages that came along this rail, BLOCK_N of them, on to the node's other PEs."""
+    """Pass the messages that came along this rail on to the node's other PEs, BLOCK_N a step."""
     me: int = i64(me)
     node: int = me // S.G
     local: int = me % S.G
     value: int = mark(state_ptr, 0, S)
-    s = i64(tl.program_id(0)) * BLOCK_N + iota(BLOCK_N)
-    mask_s = (s < S.N) & (s != node)
-    src = s * S.G + local
-    word_ptrs = heap_i64(bases_ptr, me, word_off) + src
-    ok: int = wait_all(word_ptrs, value, mask_s, src, NOTIFY, state_ptr)
-    settle_words(bases_ptr, me, word_off, src, value * ok, mask_s, S)
-
     c = iota(WORDS_P)
     g = iota(S.G_P)
-    mask_g = (g < S.G * ok) & (g != local)
-    mask = mask_s[:, None] & (c < S.NOTIFY_WORDS)[None, :]
-    row_off = area(state_ptr, notify_off, S) + src * (S.NOTIFY_WORDS * 4)
-    src_ptrs = heap_i32(bases_ptr, me, row_off)[:, None] + c[None, :]
-    words = tl.load(src_ptrs, mask=mask, other=0)
-    bases = tl.load(bases_ptr + node * S.G + g, mask=mask_g, other=0)
-    address = bases[None, :] + row_off[:, None]
-    mask_sg = mask_s[:, None] & mask_g[None, :]
-    ptrs = address.to(tl.pointer_type(tl.int32))[:, :, None] + c[None, None, :]
-    tl.store(ptrs, words[:, None, :], mask=mask_sg[:, :, None] & mask[:, None, :])
-    told = bases[None, :] + (word_off + src * 8)[:, None]
-    signal(told.to(tl.pointer_type(tl.int64)), value, mask_sg)
+    for i in range(i64(tl.program_id(0)), cdiv(S.N, BLOCK_N), i64(tl.num_programs(0))):
+        s = i * BLOCK_N + iota(BLOCK_N)
+        mask_s = (s < S.N) & (s != node)
+        src = s * S.G + local
+        word_ptrs = heap_i64(bases_ptr, me, word_off) + src
+        ok: int = wait_all(word_ptrs, value, mask_s, src, NOTIFY, state_ptr)
+        if S.REMOTE:
+            settle(own_address(bases_ptr, me, word_off))
+
+        mask_g = (g < S.G * ok) & (g != local)
+        mask = mask_s[:, None] & (c < S.NOTIFY_WORDS)[None, :]
+        row_off = area(state_ptr, notify_off, S) + src * (S.NOTIFY_WORDS * 4)
+        src_ptrs = heap_i32(bases_ptr, me, row_off)[:, None] + c[None, :]
+        words = tl.load(src_ptrs, mask=mask, other=0)
+        bases = tl.load(bases_ptr + node * S.G + g, mask=mask_g, other=0)
+        address = bases[None, :] + row_off[:, None]
+        mask_sg = mask_s[:, None] & mask_g[None, :]
+        ptrs = address.to(tl.pointer_type(tl.int32))[:, :, None] + c[None, None, :]
+        tl.store(ptrs, words[:, None, :], mask=mask_sg[:, :, None] & mask[:, None, :])
+        told = bases[None, :] + (word_off + src * 8)[:, None]
+        signal(told.to(tl.pointer_type(tl.int64)), value, mask_sg)
 
 
 @jit
@@ -187,13 +188,14 @@ def forward(
     notify_off: int,
     word_off: int,
     shape: Shape,
+    programs: int,
     block_n: int,
 ) -> None:
     """Wait for the messages along this rail and pass them on within the node.
 
-    Args: as `notify`; block_n: messages per program, a power of two.
+    Args: as `notify`; programs: at most; block_n: messages a step, a power of two.
     """
-    _forward_kernel[(-(-shape.N // block_n),)](
+    _forward_kernel[(min(-(-shape.N // block_n), programs),)](
         *(bases, state, me, notify_off, word_off),
         S=shape,
         WORDS_P=pow2(shape.NOTIFY_WORDS),

@@ -7,9 +7,11 @@ compiled kernels only (`Shape.REMOTE`); they are linked from NVSHMEM's device bi
 Types must match the bitcode's exactly: addresses and sizes int64, values uint64, the rest int32.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,11 @@ def libraries(shape: Shape) -> dict[str, Any]:
     """Return the launch arguments of a kernel that may call NVSHMEM: none if it does not."""
     if not shape.REMOTE:
         return {}
+    return _current_libraries()
+
+
+@functools.cache
+def _current_libraries() -> dict[str, Any]:
     return {"extern_libs": {LIBRARY: device_library()}}
 
 
@@ -120,12 +127,14 @@ def quiet():
 
 
 @helper
-def settle(words, expected):
+def settle(word):
     """Make visible what words that a NIC wrote vouch for: a transport may need a step for it.
 
-    words: (n,) int64 addresses of words in the own heap that have reached `expected`, (n,) int64.
+    Testing any word of the own heap takes that step; this one holds 0 or more.
     """
-    _uint64_test(words, tl.cast(_GREATER_OR_EQUAL, tl.int32), expected.to(tl.uint64))
+    tl.debug_barrier()
+    if _thread() == 0:
+        _uint64_test(word, tl.cast(_GREATER_OR_EQUAL, tl.int32), tl.cast(0, tl.uint64))
     tl.debug_barrier()
 
 
@@ -177,7 +186,8 @@ def _version_of(package: str) -> str:
 
 def _check_versions(nvshmem: str, installed_triton: str) -> None:
     """Raise if this triton's LLVM is too old for the bitcode."""
-    found = [tuple(map(int, v.split(".")[:2])) for v in (nvshmem or "0.0", installed_triton)]
+    versions = (nvshmem or "0.0", installed_triton)
+    found = [tuple(map(int, re.findall(r"\d+", version)[:2])) for version in versions]
     if found[0] >= (3, 8) and found[1] < (3, 7):
         raise RuntimeError(
             f"triton {installed_triton} cannot link the device bitcode of NVSHMEM {nvshmem}: from "
@@ -199,5 +209,7 @@ def initialise_modules(names: Collection[str]) -> None:
         found, *_ = driver.cuModuleGetGlobal(module, b"nvshmemi_device_state_d")
         if found == driver.CUresult.CUDA_SUCCESS:
             bindings.cumodule_init(int(module))
+        elif found != driver.CUresult.CUDA_ERROR_NOT_FOUND:
+            raise RuntimeError(f"could not look for NVSHMEM's state in kernel {name}: {found}")
 
     triton.knobs.runtime.kernel_load_end_hook.add(loaded)

@@ -2,17 +2,19 @@
 
 Every PE's heap has the same layout, so an address is (PE, byte offset): `bases[pe] + offset`.
 Peers whose memory is mapped (same process, shared memory, NVLink) are reached by plain loads and
-stores through that table.
+stores through that table, others (base 0) through NVSHMEM, see `nvshmem`.
 
 Words are int64, have one writer each and only grow. A word's value is a mark, `epoch * MAX_STEPS +
 step`; the epoch lives in device memory, so no launch argument depends on it. Memory order is
-decided here and nowhere else:
+decided here and in `nvshmem` alone:
 
 - `signal` orders all that this program has stored before it (barrier, then a release at system
   scope): whoever sees the word sees those stores.
 - `wait_all` polls with an acquire at system scope: what the writers stored before their words is
   visible after it. It ends at the deadline, leaves an error record in the state and returns 0; the
   later waits of the phase then return 0 at once, and callers move and signal nothing.
+- what came over a NIC is visible after `settle`, and what was put from is free after `quiet`;
+  notify and packed also say that.
 
 Letters: N nodes, G GPUs a node; k wave, d destination node, s source node, g local GPU.
 """
@@ -120,14 +122,6 @@ def is_mapped(bases_ptr, pe):
 def own_address(bases_ptr, me, offset):
     """Return the address of byte `offset` of the own heap: how NVSHMEM names it at every PE."""
     return i64(tl.load(bases_ptr + me)) + offset
-
-
-@helper
-def settle_words(bases_ptr, me, word_off, index, expected, mask, S: tl.constexpr):
-    """Make visible what words of the own heap vouch for that may have come over a NIC."""
-    if S.REMOTE:
-        words = own_address(bases_ptr, me, word_off) + tl.where(mask, index, 0) * 8
-        settle(words, tl.where(mask, expected, 0))
 
 
 @helper
@@ -247,9 +241,7 @@ def wait_grants(
     pe = d * S.G + tl.where(g >= 0, g, 0)
     ptrs = heap_i64(bases_ptr, me, grant_off) + pe
     mask = (g + 1) * num_records > 0
-    ok: int = wait_all(ptrs, expected, mask, pe, GRANT, state_ptr)
-    settle_words(bases_ptr, me, grant_off, pe, expected * ok, mask, S)
-    return ok
+    return wait_all(ptrs, expected, mask, pe, GRANT, state_ptr)
 
 
 @helper
@@ -262,7 +254,8 @@ def wait_chunks(
     writers = s * S.G + me % S.G + c * 0
     ptrs = heap_i64(bases_ptr, me, word_off) + c
     ok: int = wait_all(ptrs, expected, c < num_chunks, writers, ARRIVED, state_ptr)
-    settle_words(bases_ptr, me, word_off, c, expected * ok, c < num_chunks, S)
+    if S.REMOTE:
+        settle(own_address(bases_ptr, me, arrived_off))
     return ok
 
 
