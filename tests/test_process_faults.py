@@ -288,6 +288,41 @@ def test_case_a4_a_rank_that_never_enters_is_named_and_reset_brings_all_back():
             check_text(text, rank, "dispatch", 1, "joint")
 
 
+def as_on_a_gpu(rank):
+    """The host goes on at once, the kernels wait; a time-out comes from their record."""
+    rw = patient()
+    rw._on_gpu = True
+    for path in ("joint", "native", "permutation", "rail"):
+        phases(rw, [4, 0, 3, 4], path)
+    with pytest.raises(TypeError if rank == 1 else railwave.PeerError, match="x must be a tensor"):
+        x = None if rank == 1 else torch.ones(1, 8).bfloat16()
+        rw.dispatch(x, torch.zeros(1, 1).long(), torch.ones(1, 1))
+    batch = make_batch(rw, 4)
+    call = call_of(rw, batch, None, "dispatch", "joint")
+    dist.barrier()
+    rw._exchange.state[rw._exchange.kernels.wire.DEADLINE_NS.value] = int(DEADLINE_S * 1e9)
+    result = None
+    if rank != BAD:
+        began_s, error = timed(call)
+        result = shown(time.monotonic() - began_s, error)
+    dist.barrier()
+    rw._exchange.state[rw._exchange.kernels.wire.DEADLINE_NS.value] = int(30e9)
+    set_deadline(rw, 30.0)
+    rw.reset()
+    phases(rw, 4)
+    rw.close()
+    return result
+
+
+def test_kernels_that_wait_themselves_give_the_same_and_name_an_absent_rank():
+    for rank, result in enumerate(run_all(as_on_a_gpu, 4)):
+        if rank != BAD:
+            seconds, text, (_, missing) = result
+            assert seconds < WITHIN_S
+            assert missing == (BAD,)
+            assert re.search(r"for notify of rank [13]\.", text)  # 1's comes by way of 3
+
+
 def late(rank):
     """J2: rank 3 comes when the others have given up."""
     rw = patient()

@@ -39,7 +39,14 @@ def jit(fn):
         return kernel
     runtime = [name for name in scalars if fn.__annotations__.get(name) is not tl.constexpr]
     fn.__annotations__.update(dict.fromkeys(runtime, tl.int64))
-    return triton.jit(fn, do_not_specialize=runtime)
+    return _Kernel(fn, do_not_specialize=runtime)
+
+
+class _Kernel(triton.JITFunction):
+    """A compiled kernel whose sums are as written: no multiplication is fused with an addition."""
+
+    def run(self, *args, **options):
+        return super().run(*args, enable_fp_fusion=False, **options)
 
 
 def helper(fn):
