@@ -18,6 +18,9 @@ from railwave.errors import PeerError as PeerError
 from railwave.errors import PeerTimeoutError as PeerTimeoutError
 from railwave.handle import Handle as Handle
 from railwave.handle import Received as Received
+from railwave.memory import eplb_bytes as eplb_bytes
+from railwave.memory import paper_workspace_bytes as paper_workspace_bytes
+from railwave.memory import workspace_bytes as workspace_bytes
 from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
 from railwave.topology import Topology as Topology
@@ -35,10 +38,13 @@ __all__ = [
     "__version__",
     "combine",
     "dispatch",
+    "eplb_bytes",
     "finalize",
     "init",
+    "paper_workspace_bytes",
     "plan",
     "reset",
+    "workspace_bytes",
 ]
 
 # Silent unless the caller's program asks for logs.

@@ -27,6 +27,7 @@ LAYERS = [
     "handle",
     "traffic",
     "exchange",
+    "memory",
     "arguments",
     "world",
     "meeting",
