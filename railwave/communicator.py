@@ -106,6 +106,7 @@ class Communicator:
                 self._meeting = Meeting(self._exchange, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
                 if self._on_gpu:
+                    self._meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
             except BaseException:
                 self.close()

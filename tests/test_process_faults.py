@@ -292,6 +292,7 @@ def as_on_a_gpu(rank):
     """The host goes on at once, the kernels wait; a time-out comes from their record."""
     rw = patient()
     rw._on_gpu = True
+    rw._meeting.rehearse()
     for path in ("joint", "native", "permutation", "rail"):
         phases(rw, [4, 0, 3, 4], path)
     with pytest.raises(TypeError if rank == 1 else railwave.PeerError, match="x must be a tensor"):
