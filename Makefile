@@ -42,6 +42,9 @@ GPU_ENV = PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) OMP_NUM_THREADS=1 \
 SHARD ?= 1 2 3
 
 test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2 or 3: a part)
+	@$(GPU_ENV) $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { \
+		echo "make: '$(PYTHON)' has no torch that finds a GPU; name one: make test-gpu PYTHON=..." \
+			>&2; exit 1; }
 	@if ls .whl/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps \
 		--no-compile --upgrade --target $(GPU_SITE) .whl/*.whl; fi
 	@for shard in $(SHARD); do case $$shard in \

@@ -11,10 +11,12 @@ import json
 import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 from bench import kernels
+from railwave._check import check_device
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,9 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--device", default="cuda")
     command.add_argument("--repeats", type=int, default=20, help="launches a sample")
     command.add_argument("--samples", type=int, default=30)
-    command.add_argument("--out", type=argparse.FileType("w"), default=None)
+    command.add_argument("--out", type=Path, default=None, help="append to this file as well")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
+    try:
+        device = check_device(options.device)
+    except ValueError as error:
+        parser.error(f"--{error}; --device cpu runs the kernels interpreted")
     about = machine(device)
     for nodes in options.nodes:
         sizes = kernels.Sizes(
@@ -43,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             line = json.dumps({**result, **about})
             print(line, flush=True)
             if options.out:
-                print(line, file=options.out, flush=True)
+                with options.out.open("a") as file:
+                    print(line, file=file)
     return 0
 
 

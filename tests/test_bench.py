@@ -5,6 +5,7 @@ import os
 import stat
 
 import pytest
+import torch
 
 from bench import mps, run
 
@@ -23,6 +24,16 @@ def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path):
     for result in results.values():
         assert 0 < result["min_us"] <= result["median_us"] <= result["p90_us"]
     assert results["put"]["bytes"] > 0 and results["put"]["nodes"] == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_and_no_file_touched(capsys, tmp_path):
+    out = tmp_path / "results.jsonl"
+    out.write_text("earlier")
+    with pytest.raises(SystemExit):
+        run.main(["kernels", "--out", str(out)])
+    assert "--device must be cpu where torch finds no GPU" in capsys.readouterr().err
+    assert out.read_text() == "earlier"
 
 
 @pytest.fixture
