@@ -315,7 +315,7 @@ class Communicator:
         with self.config.on_device():
             epoch, finished = self._meeting.reset(finished=self._finished)
             self._exchange.start_at(epoch + 1)
-        self._end()
+        self._broken, self._finished = False, finished
         return finished
 
     def close(self) -> None:

@@ -78,9 +78,12 @@ class Meeting:
         return pe.node * S.G + index
 
     def _gone(self) -> list[int]:
-        """List the ranks that have given this phase up, or reset already."""
+        """List the ranks that have given this phase up, or reset without having finished it."""
         given_up = self._words("given_up") >= self.exchange.mark(0)
-        resets = self._words("reset") >= (self._reset_steps + 1) * RESET
+        words = self._words("reset")
+        told = words % RESET
+        unfinished = told // LAGS - told % LAGS < self.exchange.epoch
+        resets = (words >= (self._reset_steps + 1) * RESET) & unfinished
         return (given_up | resets).nonzero().flatten().tolist()
 
     def say_given_up(self) -> None:
@@ -164,7 +167,8 @@ class Meeting:
     def _reset_step(self, what: str, epoch: int, finished: int) -> list[int]:
         """Meet all ranks at the next step of a reset; return their words."""
         mark = (self._reset_steps + 1) * RESET
-        self.exchange.heap.publish("reset", [mark + epoch * LAGS + epoch - finished])
+        lag = min(epoch - finished, LAGS - 1)
+        self.exchange.heap.publish("reset", [mark + epoch * LAGS + lag])
         waits = [Wait("reset", slice(None), mark)]
         if not self.wait(waits, heed=False):
             missing = tuple(writer for _, writer, _ in self.late(waits))

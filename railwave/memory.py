@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from railwave._check import check_positive_int
+from railwave._check import check_int, check_positive_int
 from railwave.config import COMPILED, PATHS, Config
 from railwave.exchange import Exchange
 from railwave.topology import Topology
@@ -63,7 +63,7 @@ def workspace_bytes(
     )
     heap: Any = SimpleNamespace(layout=config.layout)
     pe = Exchange(config, heap, 0, device=torch.device("meta"), deadline_s=1)
-    return config.layout.size + tables_bytes(pe) + max_tokens_per_rank * hidden * 4
+    return config.layout.size + tables_bytes(pe) + config.max_tokens_per_rank * config.hidden * 4
 
 
 def tables_bytes(exchange: Exchange) -> int:
@@ -135,5 +135,8 @@ def eplb_bytes(
     r = check_positive_int(replicas, "replicas")
     P = check_positive_int(expert_params, "expert_params")
     w = check_positive_int(weight_bytes, "weight_bytes")
+    g = check_int(gradient_bytes, "gradient_bytes")
+    if g:
+        check_positive_int(g, "gradient_bytes")
     live = L if gradient_layers is None else check_positive_int(gradient_layers, "gradient_layers")
-    return r * P * (L * w + live * gradient_bytes)
+    return r * P * (L * w + live * g)

@@ -56,3 +56,9 @@ def test_sizes_are_positive(name):
 
 def test_examples():
     assert doctest.testmod(memory).failed == 0
+
+
+@pytest.mark.parametrize("value, error", [(-4, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_gradient_bytes_are_none_or_positive(value, error):
+    with pytest.raises(error, match="gradient_bytes must be"):
+        railwave.eplb_bytes(58, 1, 100, gradient_bytes=value)
