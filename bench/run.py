@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("kernels", help="the kernels of a dispatch, one by one")
-    command.add_argument("--nodes", type=int, nargs="+", default=[4])
+    command.add_argument("--plan-nodes", type=int, nargs="*", default=[4, 64])
+    command.add_argument("--nodes", type=int, default=4, help="of the moves; 1: no moves")
     command.add_argument("--gpus", type=int, default=8)
     command.add_argument("--tokens", type=int, default=4096)
     command.add_argument("--hidden", type=int, default=7168)
@@ -39,17 +40,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"--{error}; --device cpu runs the kernels interpreted")
     about = machine(device)
-    for nodes in options.nodes:
-        sizes = kernels.Sizes(
-            *(nodes, options.gpus, options.tokens, options.hidden, options.top_k),
-            *(device, options.repeats, options.samples),
-        )
-        for result in kernels.measure(sizes):
-            line = json.dumps({**result, **about})
-            print(line, flush=True)
-            if options.out:
-                with options.out.open("a") as file:
-                    print(line, file=file)
+    sizes = kernels.Sizes(
+        *(tuple(options.plan_nodes), options.nodes, options.gpus, options.tokens),
+        *(options.hidden, options.top_k, device, options.repeats, options.samples),
+    )
+    for result in kernels.measure(sizes):
+        line = json.dumps({**result, **about})
+        print(line, flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                print(line, file=file)
     return 0
 
 

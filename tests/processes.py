@@ -1,6 +1,7 @@
 """Run a function in one process per rank: a gloo group, a hard time-out, every result back."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -116,6 +117,7 @@ def _listen(pipes, until):
 
 def _main(pipe, where, function, args):
     method, rank, num_ranks, timeout_s = where
+    faulthandler.dump_traceback_later(0.95 * timeout_s)  # where a rank stands that is killed soon
     torch.set_num_threads(1)
     torch.manual_seed(0)  # every rank draws the same
     try:
@@ -129,5 +131,6 @@ def _main(pipe, where, function, args):
         said = (function(rank, *args), "")
     except BaseException:
         said = (None, traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
     pipe.send(said)
     pipe.recv()

@@ -7,11 +7,13 @@ import stat
 import pytest
 import torch
 
-from bench import mps, run
+from bench import kernels, mps, run
 
 
-def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path):
+def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "PUT_BYTES", 1 << 10)
     sizes = ["--nodes", "2", "--gpus", "2", "--tokens", "4", "--hidden", "8", "--top-k", "2"]
+    sizes += ["--plan-nodes", "3"]
     out = tmp_path / "results.jsonl"
     once = ["--repeats", "1", "--samples", "2", "--device", "cpu", "--out", str(out)]
     assert run.main(["kernels", *sizes, *once]) == 0
@@ -19,11 +21,22 @@ def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path):
     assert out.read_text().splitlines() == lines
     results = {result["kernel"]: result for result in map(json.loads, lines)}
     assert list(results) == [
-        *("count", "quota", "match", "count+quota+match", "pack", "put", "unpack", "finish")
+        *(
+            "count",
+            "quota",
+            "match",
+            "count+quota+match",
+            "pack",
+            "put",
+            "unpack",
+            "finish",
+            "put 0 MiB",
+        )
     ]
     for result in results.values():
         assert 0 < result["min_us"] <= result["median_us"] <= result["p90_us"]
     assert results["put"]["bytes"] > 0 and results["put"]["nodes"] == 2
+    assert results["quota"]["nodes"] == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
