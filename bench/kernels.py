@@ -143,8 +143,7 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
             status=0,
             shape=S,
             block_t=tiles.block_t,
-            block_n=tiles.block_n,
-            block_e=tiles.block_e,
+            parts=tiles.parts,
         )
 
     def quota() -> None:
@@ -152,6 +151,7 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
             *(heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
             me=pe.pe,
             balanced=True,
+            block_i=tiles.block_i,
             notify_off=layout["messages"],
             word_off=layout["notify"],
             shape=S,

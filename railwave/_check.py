@@ -57,7 +57,7 @@ def check_counts(value: Any, shape: tuple[int, ...] | None, name: str, *, ndim: 
     """
     wanted = f"of shape {shape}" if shape is not None else f"with {ndim} dimension(s)"
     try:
-        tensor = torch.as_tensor(value)
+        tensor = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be integers {wanted}, got {type(value).__name__}: {error}"

@@ -24,6 +24,8 @@ BALANCED = ("rail", "joint")
 WAVES = ("permutation", "joint")
 
 DEFAULT_STAGING_RECORDS = 8192
+MOST_COUNTING = 128  # programs of count that number records: about one a multiprocessor
+MAX_TOP_K = 255  # `count` sums a token's experts in bytes
 TEXT_WORDS = 64  # of an error that all ranks must hear, 8 bytes each
 
 
@@ -31,22 +33,25 @@ TEXT_WORDS = 64  # of an error that all ranks must hear, 8 bytes each
 class Tiles:
     """Tile sizes: launcher arguments set by mode; results never depend on them."""
 
-    chunk: int  # records under one arrived word
+    chunk: int  # the fewest records under one arrived word
+    chunks: int  # the most arrived words of a round and peer: the same on all ranks
     block_m: int  # records or rows a tile
     tile_words: int  # 32-bit words a tile, over all its records or rows
     block_put: int  # words a tile of put, which moves chunks as they lie
     block_h: int  # elements a tile
     block_t: int  # tokens a step of count
-    block_n: int  # nodes a program of count and forward
-    block_e: int  # experts a program of count
+    parts: int  # parts of the tokens in count, a program each
+    block_n: int  # nodes a program of forward
+    block_i: int  # slices a program of quota
     match: int  # records a program of match
     programs: int  # programs of a launch that moves payload, over all its peers
+    warps: int  # of such a program
 
     def block_w(self, rows: int) -> int:
         """Return words of each row in a tile of `rows` rows, a power of two."""
         return max(16, self.tile_words // pow2(rows))
 
-    def clipped(self, staging_records: int, max_tokens: int) -> "Tiles":
+    def clipped(self, staging_records: int, max_tokens: int, nodes: int) -> "Tiles":
         """Return tiles no larger than what there is to move.
 
         But of two rows at least: triton 3.6 fails to compile hints about a tile of one.
@@ -55,34 +60,41 @@ class Tiles:
             self,
             chunk=min(self.chunk, max(2, pow2(staging_records))),
             block_m=min(self.block_m, max(2, pow2(max_tokens))),
-            block_t=min(self.block_t, pow2(max_tokens)),
+            block_t=min(self.block_t, max(2, pow2(max_tokens))),
+            parts=max(1, min(self.parts, MOST_COUNTING // nodes)),
         )
 
 
 # The interpreter pays per operation and per launch (0.1 ms, 1 ms): few, large tiles.
 INTERPRETED = Tiles(
     chunk=64,
+    chunks=256,
     block_m=64,
     tile_words=1 << 16,
     block_put=8192,
     block_h=1024,
     block_t=128,
+    parts=1,
     block_n=64,
-    block_e=1024,
+    block_i=1024,
     match=1024,
     programs=1,
+    warps=4,
 )
 COMPILED = Tiles(
-    chunk=16,
+    chunk=2,
+    chunks=256,
     block_m=8,
-    tile_words=4096,
-    block_put=4096,
-    block_h=512,
+    tile_words=32768,
+    block_put=8192,
+    block_h=2048,
     block_t=1024,
+    parts=4,
     block_n=1,
-    block_e=8,
-    match=256,
+    block_i=8,
+    match=128,
     programs=128,
+    warps=8,
 )
 
 
@@ -96,7 +108,9 @@ def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
     """
     if sharing == 1:
         return tiles
-    return replace(tiles, programs=max(1, min(tiles.programs, num_sms // sharing)), block_t=128)
+    programs = max(1, min(tiles.programs, num_sms // sharing))
+    smaller = {"block_m": tiles.block_m // 2, "tile_words": tiles.tile_words // 2}
+    return replace(tiles, programs=programs, warps=tiles.warps // 2, block_t=256, **smaller)
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,8 @@ class Config:
             raise TypeError(f"topo must be a railwave.Topology, got {type(self.topo).__name__}")
         for name in ("num_experts", "top_k", "hidden", "max_tokens_per_rank"):
             object.__setattr__(self, name, check_positive_int(getattr(self, name), name))
+        if self.top_k > MAX_TOP_K:
+            raise ValueError(f"top_k must be at most {MAX_TOP_K}, got {self.top_k}")
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
         object.__setattr__(self, "device", check_device(self.device))
@@ -155,7 +171,9 @@ class Config:
             staging = check_positive_int(self.staging_records, "staging_records")
             staging = max(1, min(staging, self.proxy_records))
         object.__setattr__(self, "staging_records", staging)
-        object.__setattr__(self, "tiles", self.tiles.clipped(staging, self.max_tokens_per_rank))
+        object.__setattr__(
+            self, "tiles", self.tiles.clipped(staging, self.max_tokens_per_rank, self.topo.nodes)
+        )
 
     def _checked_paths(self) -> tuple[str, ...]:
         try:
@@ -243,6 +261,13 @@ class Config:
                 rounds.append(Round(i + 1, wave, 1, q * staging, staging, i % 2 * staging))
         return rounds
 
+    @property
+    def _rank_size(self) -> int:
+        """Experts of every rank, if they are placed in order; else 0."""
+        size = self.num_experts // self.topo.num_ranks
+        in_order = size > 0 and all(e // size == r for e, r in enumerate(self.expert_to_rank))
+        return size if in_order else 0
+
     @cached_property
     def shape(self) -> Shape:
         """The integers that kernels are compiled for."""
@@ -251,7 +276,7 @@ class Config:
         node_experts = max(
             sum(self.experts_per_rank[n * G : (n + 1) * G]) for n in range(topo.nodes)
         )
-        chunks = -(-max(P, 1) // tiles.chunk)
+        chunks = min(-(-max(P, 1) // tiles.chunk), tiles.chunks)
         return Shape(
             N=topo.nodes,
             G=G,
@@ -264,6 +289,7 @@ class Config:
             RAIL_GPUS_P=pow2(topo.max_gpus_per_rail),
             NODE_EXPERTS=node_experts,
             RANK_EXPERTS=max(self.experts_per_rank),
+            RANK_SIZE=self._rank_size,
             NOTIFY_WORDS=1 + topo.nodes + G + node_experts,
             PROXY_RECORDS=P,
             MAX_STEPS=(topo.nodes - 1) * self.rounds_per_wave + 2,

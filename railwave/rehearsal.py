@@ -63,7 +63,8 @@ class Rehearsal:
     def dispatch(self, call: Call) -> Handle | None:
         """Rehearse a kind of dispatch that has not been; return a handle, for a rehearsal."""
         inputs = as_words(call.x), call.topk_idx, call.topk_weights
-        kind = call.path, call.fmt, call.topk_idx.dtype, *(_aligned(t) for t in inputs)
+        in_rows = call.topk_idx.is_contiguous()
+        kind = call.path, call.fmt, call.topk_idx.dtype, in_rows, *(_aligned(t) for t in inputs)
         if kind in self._kinds:
             return None
         handle = self._run(dispatch(self._exchange, call)).handle

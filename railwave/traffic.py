@@ -60,7 +60,9 @@ class TrafficRecorder:
     def traffic(self, put_words: list[torch.Tensor]) -> Traffic:
         """Sum the kernels' own counters, (N,) int64 32-bit words a PE, into what was put."""
         topo = self.topo
-        put_bytes = torch.zeros(topo.nodes, topo.nodes, topo.rails_per_node, dtype=torch.int64)
+        put_bytes = torch.zeros(
+            topo.nodes, topo.nodes, topo.rails_per_node, dtype=torch.int64, device="cpu"
+        )
         for pe, words in enumerate(put_words):
             rail = topo.rail_of_gpu[topo.local_of(pe)]
             put_bytes[topo.node_of(pe), :, rail] += words.cpu() * 4

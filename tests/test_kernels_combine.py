@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from heaps import (
     FAR,
     KERNELS,
+    LEAST,
     WIRE,
     Memory,
     failure,
@@ -46,12 +47,15 @@ def clusters(draw):
         hidden=9,
         dtype=torch.float32,
         staging_records=draw(st.integers(1, 5)),
-        tiles={"chunk": draw(st.sampled_from([1, 4, 64]))},
+        tiles={
+            "chunk": draw(st.sampled_from([1, 4, 64])),
+            "chunks": draw(st.sampled_from([1, 3, 256])),
+        },
     )
     sizes = {
         "programs": draw(st.integers(1, 3)),
-        "block_m": draw(st.sampled_from([1, 2, 8])),
-        "block_h": draw(st.sampled_from([1, 4, 16])),
+        "block_m": draw(st.sampled_from([LEAST, 2, 8])),
+        "block_h": draw(st.sampled_from([LEAST, 4, 16])),
     }
     memory = Memory(config, shift=draw(st.sampled_from([0, FAR])))
     return config, draw(st.sampled_from(DTYPES)), draw(st.sampled_from([1, 7, 8, 9])), sizes, memory
@@ -169,7 +173,7 @@ def test_rows_are_added_by_ascending_gpu_from_plus_zero(rows, total):
     memory.start()
     entries = torch.arange(3).int()
     sizes = {"me": 0, "rows_off": memory.off("rows"), "row_bytes": 16, "dtype": torch.float32}
-    sizes |= {"shape": S, "programs": 1, "block_m": 1, "block_h": 1}
+    sizes |= {"shape": S, "programs": 1, "block_m": 2, "block_h": 2}
     acc = pattern(1, 1, dtype=torch.float32)
     reduce.own(
         *(acc, memory.bases, memory.state(), torch.tensor([1, 0]).int(), torch.zeros(2, 4).int()),
@@ -344,7 +348,7 @@ def test_float16_is_rounded_as_by_numpy():
     acc = all_upper_halves(0x0000, 0x0FFF, 0x1000, 0x1001, 0x3000, 0xFFFF)
     y = run_final(acc, torch.float16, block=2**16)
     with np.errstate(over="ignore"):
-        want = torch.from_numpy(acc.numpy().astype(np.float16))
+        want = torch.from_numpy(acc.cpu().numpy().astype(np.float16)).to(acc.device)
     nan = acc.isnan()
     assert same_bytes(y[~nan], want[~nan]) and same_bytes(y[~nan], acc.half()[~nan])
     assert y[nan].isnan().all()
@@ -369,7 +373,7 @@ def test_case_c5_rounding_errors_of_a_sum_do_not_grow():
         torch.arange(8).int().expand(4, 8).contiguous(),
         **{"me": 0, "rows_off": memory.off("rows"), "rows_in_off": memory.off("rows_in")},
         **{"row_bytes": 16, "dtype": torch.bfloat16, "shape": config.shape},
-        **{"programs": 1, "block_m": 1, "block_h": 1},
+        **{"programs": 1, "block_m": 2, "block_h": 2},
     )
     assert acc.item() == 1 + 7 * 2.0**-9
 
@@ -389,7 +393,7 @@ def test_give_back(cluster, has_next, data):
         d = (node - this.wave - i) % S.N
         n = min(max(int(load[d, local]) - this.first, 0), this.records)
         arrived = memory.words(me, "arrived").view(S.N, S.CHUNKS)
-        arrived[d, : -(-n // S.CHUNK)] = mark(config, this.step)
+        arrived[d, : S.num_chunks(n)] = mark(config, this.step)
     if this.step > 1:
         memory.words(me, "taken")[:] = mark(config, this.step - 1)
     memory.start()

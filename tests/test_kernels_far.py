@@ -79,7 +79,7 @@ def test_case_d1_count(world):
     KERNELS.count.count(
         *(torch.tensor([[0, 7], [7, 6]]), tables.expert_rank, tables.expert_pos),
         *(counts, record_token, torch.empty(2, 4).int(), make_state()),
-        **{"status": 0, "shape": world.shape, "block_t": 2, "block_n": 4, "block_e": 8},
+        **{"status": 0, "shape": world.shape, "block_t": 2, "parts": 1},
     )
     assert counts[1:5].tolist() == [1, 0, 0, 2]
     assert record_token[3, :2].tolist() == [0, 1]
@@ -157,7 +157,7 @@ def test_case_d1_unpack(world):
         **{f"{name}_off": WORD[name] for name in ("arrived", "grant", "packed")},
         **{"me": 0, "recv_off": SEND, "rows_off": RECV, "wave": 1, "num_peers": PEERS},
         **{"first": first, "round_records": round_records, "step": 1, "next_round": None},
-        **{"shape": world.shape, "fmt": FMT, "programs": 2, "block_w": 4},
+        **{"shape": world.shape, "fmt": FMT, "programs": 2, "block_m": 2, "block_w": 4},
     )
     rows = world.region(RECV, row + PEERS, FMT.META)
     for peer in range(PEERS):

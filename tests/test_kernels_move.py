@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heaps import (
+    DEVICE,
     FAR,
     KERNELS,
     LEAST,
@@ -58,7 +59,7 @@ def clusters(draw):
         hidden=36,
         dtype=torch.uint8,
         staging_records=draw(st.integers(1, 5)),
-        tiles={"chunk": chunk},
+        tiles={"chunk": chunk, "chunks": draw(st.sampled_from([1, 3, 256]))},
     )
     fmt = make_format(payload_bytes, K, G)
     return config, fmt, sizes, Memory(config, shift=draw(st.sampled_from([0, FAR])))
@@ -332,7 +333,7 @@ def test_put(cluster, tell_taken, data):
     peers = [(node + this.wave + i) % S.N for i in range(this.num_peers)]
     for d, n in records_in(send_load, local, peers, this):
         arrived = memory.words(d * S.G + local, "arrived").view(S.N, S.CHUNKS)
-        arrived[node, : -(-n // S.CHUNK)] = mark(config, this.step)
+        arrived[node, : S.num_chunks(n)] = mark(config, this.step)
     if tell_taken:
         for pe in range(node * S.G, (node + 1) * S.G):
             memory.words(pe, "taken")[local] = mark(config, this.step - 1)
@@ -412,6 +413,7 @@ def run_unpack(memory, state, in_rows, load, row_start, *, me, this, fmt, sizes,
         shape=config.shape,
         fmt=fmt,
         programs=sizes["programs"],
+        block_m=sizes["block_m"],
         block_w=sizes["block_w"],
     )
 
@@ -466,7 +468,7 @@ def test_unpack_example():
     (this,) = config.rounds("native")
     run_unpack(
         *(memory, memory.state(), in_rows, load, row_start),
-        **{"me": 0, "this": this, "fmt": fmt, "sizes": {"programs": 2, "block_w": 8}},
+        **{"me": 0, "this": this, "fmt": fmt, "sizes": {"programs": 2, "block_m": 2, "block_w": 8}},
     )
     memory.view(0, "rows", config.max_rows, fmt.META)[14] = torch.arange(fmt.META)
     memory.check()
@@ -518,8 +520,8 @@ def small_cluster(**sizes):
     return config, make_format(8, 2, 2), Memory(config)
 
 
-FULL = torch.full((3, 2), 4, dtype=torch.int32)
-SIZES = {"programs": 2, "block_w": 8}
+FULL = torch.full((3, 2), 4, dtype=torch.int32, device=DEVICE)
+SIZES = {"programs": 2, "block_m": 2, "block_w": 8}
 
 
 @pytest.mark.parametrize(
@@ -586,7 +588,7 @@ def test_unpack_that_misses_a_chunk_grants_nothing():
     in_rows = pattern(3, config.shape.PROXY_RECORDS, fmt.ENTRIES)
     run_unpack(
         *(memory, state, in_rows, FULL, torch.zeros(6, 2).int()),
-        **{"me": 0, "this": this, "fmt": fmt, "sizes": {"programs": 1, "block_w": 8}},
+        **{"me": 0, "this": this, "fmt": fmt, "sizes": {"programs": 1, "block_m": 2, "block_w": 8}},
         after=(after.wave, after.first),
     )
     assert failure(state) == ("arrived", s * 2, value - 1, value)

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from railwave import Topology
 from railwave.arguments import check_call
-from railwave.config import COMPILED, Config
+from railwave.config import COMPILED, Config, fitting
 from railwave.exchange import Exchange, combine, dispatch
 from railwave.heap import LocalHeap
 from railwave.kernels import load
@@ -27,11 +27,11 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOVING = ("pack", "local", "put", "unpack", "finish", "copy_in", "own", "reduce", "take")
 
 
-def recorded(nodes, gpus, tokens, hidden, top_k):
+def recorded(nodes, gpus, tokens, hidden, top_k, *, tiles=COMPILED, remote=False):
     """Return {(kernel, signature, constants)} of a dispatch and a combine, which never run."""
     launches = {}
 
-    def record(self, *args, grid, warmup, num_warps=4, **kwargs):
+    def record(self, *args, grid, warmup, num_warps=4, extern_libs=None, **kwargs):
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         signature, constants, attrs = {}, {}, {}
         for i, parameter in enumerate(self.params):
@@ -43,12 +43,13 @@ def recorded(nodes, gpus, tokens, hidden, top_k):
                 signature[name] = mangle_type(value)
                 attrs[(i,)] = [["tt.divisibility", 16]]
         launches[self.__name__, str(signature), str(constants)] = (
-            *(self, signature, constants, attrs, num_warps),
+            *(self, signature, constants, attrs),
+            {"num_warps": num_warps, "enable_fp_fusion": False, "extern_libs": extern_libs},
         )
 
     topo, cpu = Topology(nodes, gpus, gpus), torch.device("cpu")
     sizes = dict(num_experts=8 * topo.num_ranks, top_k=top_k, hidden=hidden)
-    sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=COMPILED)
+    sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=tiles, remote=remote)
     config = Config(topo=topo, **sizes)
     heap = LocalHeap(topo.num_ranks, config.layout, device=cpu)
     pe = Exchange(config, heap, 0, device=cpu, deadline_s=1)
@@ -72,18 +73,21 @@ def result(stages):
         return stop.value
 
 
-def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(tmp_path):
-    seen = set()
-    for kernel, signature, constants, attrs, num_warps in recorded(4, 8, 4096, 7168, 8):
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-        options = {"num_warps": num_warps, "enable_fp_fusion": False}
-        asm = triton.compile(source, target=SM_90, options=options).asm
+# A GPU for each PE; and one for eight, as if they were on other hosts.
+@pytest.mark.parametrize("sharing, remote", [(1, False), (8, True)])
+def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
+    sharing, remote, tmp_path
+):
+    seen, tiles = set(), fitting(COMPILED, 132, sharing)
+    for launch in recorded(4, 8, 4096, 7168, 8, tiles=tiles, remote=remote):
+        kernel, _, constants, *_ = launch
+        asm = compiled(*launch)
         (tmp_path / "cubin").write_bytes(asm["cubin"])
         said = subprocess.run(
             [CUOBJDUMP, "-res-usage", tmp_path / "cubin"], capture_output=True, text=True
         ).stdout
         name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
-        stack = int(re.search(r"STACK:(\d+)", said)[1])
+        stack = int(re.search(r"Function _.*\n.*STACK:(\d+)", said)[1])
         assert stack <= 64, (name, stack, constants)  # a few saved registers are no array
         if name in MOVING:
             seen.add(name)
@@ -94,8 +98,12 @@ def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3)])
 def test_kernels_compile_at_the_smallest_sizes(sizes):
-    for kernel, signature, constants, attrs, num_warps in recorded(*sizes):
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-        triton.compile(
-            source, target=SM_90, options={"num_warps": num_warps, "enable_fp_fusion": False}
-        )
+    for launch in recorded(*sizes):
+        compiled(*launch)
+
+
+def compiled(kernel, signature, constants, attrs, options):
+    """Compile a launch for an H200; return what Triton made of it."""
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {name: value for name, value in options.items() if value is not None}
+    return triton.compile(source, target=SM_90, options=options).asm

@@ -370,3 +370,12 @@ def test_sched_imports_only_what_lies_above_it():
                 continue
             for module in modules:
                 assert module.split(".")[0] in allowed or module.startswith(above), (path, module)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_of_the_caller_plays_no_part(device):
+    topo = Topology(3, 2, 2)
+    with torch.device(device):
+        balanced = sched.plan([[0, 5, 4], [0, 0, 0]], topo, node=0)
+        kappa = sched.receiver_concentration([[0, 5], [3, 0]], [{(0, 1), (1, 0)}])
+    assert balanced.quota.tolist() == [[0, 2, 2], [0, 3, 2]] and kappa == 1.25

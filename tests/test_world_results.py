@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heaps import DEVICE
 from railwave.config import INTERPRETED, PATHS
 from worlds import (
     LastFirst,
@@ -50,7 +51,8 @@ def rank_0_sends_one_token_to_all(world):
     """Dispatch one token of rank 0 to an expert on every rank; return the handles."""
     W = world.config.topo.num_ranks
     ids = [torch.arange(W)[None], *[torch.zeros(0, W, dtype=torch.int64)] * (W - 1)]
-    xs = [torch.zeros(len(i), 1, dtype=world.config.dtype) for i in ids]
+    ids = [i.to(DEVICE) for i in ids]
+    xs = [torch.zeros(len(i), 1, dtype=world.config.dtype, device=DEVICE) for i in ids]
     return [r.handle for r in world.dispatch(xs, ids, [i.float() for i in ids])]
 
 
@@ -58,7 +60,7 @@ def test_nodes_are_added_in_the_order_of_waves():
     """Node sums 2**24, -2**24, 1: own node, then s - 1 = 2, where 2**24 + 1 rounds, then 1."""
     world = make_world(3, 2, 2, dtype=torch.float32, num_experts=6, top_k=6)
     rows = [[2.0**24, 1], [0, 2], [-(2.0**24), 3], [0, 4], [1, 5], [0, 6]]
-    outs = [torch.tensor([row], dtype=torch.float32) for row in rows]
+    outs = [torch.tensor([row], dtype=torch.float32, device=DEVICE) for row in rows]
     ys = world.combine(outs, rank_0_sends_one_token_to_all(world))
     assert ys[0].tolist() == [[0.0, 21.0]]
     assert [y.shape for y in ys[1:]] == [(0, 2)] * 5
@@ -67,7 +69,7 @@ def test_nodes_are_added_in_the_order_of_waves():
 def test_rows_of_a_node_are_added_by_ascending_rank():
     """Ranks 0, 1, 2 return 2**24, 1, -2**24: 2**24 + 1 rounds; from the other end it would not."""
     world = make_world(1, 3, 1, dtype=torch.float32, num_experts=3, top_k=3)
-    outs = [torch.tensor([[row]]) for row in (2.0**24, 1.0, -(2.0**24))]
+    outs = [torch.tensor([[row]], device=DEVICE) for row in (2.0**24, 1.0, -(2.0**24))]
     assert world.combine(outs, rank_0_sends_one_token_to_all(world))[0].tolist() == [[0.0]]
 
 
@@ -75,7 +77,7 @@ def test_wire_rounds_remote_sums_only():
     """1 + 2**-8 rounds to 1 in bfloat16: on the wire, not on the owner's node."""
     world = make_world(2, 2, 2, num_experts=4, top_k=4)
     rows = [[1, -1], [2.0**-8, 0], [-1, 1], [0, 2.0**-8]]
-    outs = [torch.tensor([row], dtype=torch.bfloat16) for row in rows]
+    outs = [torch.tensor([row], dtype=torch.bfloat16, device=DEVICE) for row in rows]
     ys = world.combine(outs, rank_0_sends_one_token_to_all(world))
     assert ys[0].tolist() == [[2.0**-8, 0.0]]
 
@@ -206,7 +208,7 @@ def test_two_worlds_side_by_side():
 def test_results_do_not_depend_on_tiles(monkeypatch):
     """Tiles of one or two, and several programs a peer, as on a GPU."""
     small = dict.fromkeys(("chunk", "block_m", "block_t", "match", "programs"), 2)
-    tiles = replace(INTERPRETED, **small, tile_words=4, block_h=4, block_n=1)
+    tiles = replace(INTERPRETED, **small, tile_words=4, block_h=4, block_n=1, parts=3)
     module = importlib.import_module("railwave.world")
     monkeypatch.setattr(module, "Config", partial(module.Config, tiles=tiles))
     world = make_world(2, 2, 2, hidden=10, top_k=2)

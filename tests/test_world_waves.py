@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from heaps import DEVICE
 from railwave.config import WAVES
 from worlds import LastFirst, combine, dispatch, make_batch, make_outs, make_world, run
 
@@ -75,9 +76,9 @@ def test_one_slow_rank():
 def test_put_bytes_by_hand():
     """One token of rank 0 to both GPUs of node 1 is one record: 16 + 4 + 4 + 4 words."""
     world = make_world(2, 2, 2, hidden=32, num_experts=4)
-    none = torch.zeros(0, 3, dtype=torch.int64)
-    ids = [torch.tensor([[2, 3, 2]]), none, none, none]
-    xs = [torch.ones(len(i), 32, dtype=torch.bfloat16) for i in ids]
+    none = torch.zeros(0, 3, dtype=torch.int64, device=DEVICE)
+    ids = [torch.tensor([[2, 3, 2]], device=DEVICE), none, none, none]
+    xs = [torch.ones(len(i), 32, dtype=torch.bfloat16, device=DEVICE) for i in ids]
     received = world.dispatch(xs, ids, [i.float() for i in ids], path="native")
     assert world.traffic.put_bytes.tolist() == [[[0, 0], [28 * 4, 0]], [[0, 0], [0, 0]]]
     assert world.traffic.rail_bytes().tolist() == [[112, 0], [0, 0]]

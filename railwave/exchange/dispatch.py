@@ -44,6 +44,7 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     pe.kernels.quota.quota(
         *(pe.heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
         balanced=call.path in BALANCED,
+        block_i=tiles.block_i,
         **notified_word,
     )
     pe.kernels.quota.arrivals(*(pe.heap.bases, pe.state, pe.expert_start, pe.plan), **notified)
@@ -82,8 +83,7 @@ def _count(pe: Exchange, call: Call) -> torch.Tensor:
         status=call.status,
         shape=S,
         block_t=tiles.block_t,
-        block_n=tiles.block_n,
-        block_e=tiles.block_e,
+        parts=tiles.parts,
     )
     pe.epoch += 1
     return record_token
@@ -142,7 +142,7 @@ def _local(pe: Exchange, call: Call, handle: Handle, tokens: Any, *, tell_packed
         packed_off=layout["packed"],
         tell_packed=tell_packed,
         fmt=call.fmt,
-        block_w=tiles.block_w(tiles.block_m * call.fmt.ENTRIES_P),
+        block_w=tiles.block_w(2 * tiles.block_m),  # it keeps more at a time than pack
         **pe.tiles(),
     )
 
@@ -158,12 +158,11 @@ def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round 
         grant_off=layout["grant"],
         packed_off=layout["packed"],
         next_round=(after.wave, after.first) if after else None,
-        shape=pe.config.shape,
         fmt=call.fmt,
-        programs=pe.programs(this),
-        block_w=tiles.block_w(pe.config.shape.CHUNK * call.fmt.ENTRIES_P),
+        block_w=tiles.block_w(tiles.block_m),
         step=this.step,
         **pe.round_args(this),
+        **{**pe.tiles(), "programs": pe.programs(this)},
     )
     pe.saw_arrival(handle.in_load, this)
 

@@ -121,6 +121,7 @@ class Exchange:
             "shape": self.config.shape,
             "programs": tiles.programs,
             "block_m": tiles.block_m,
+            "warps": tiles.warps,
         }
 
     def programs(self, this: Round) -> int:
@@ -171,7 +172,7 @@ class Exchange:
         S = self.config.shape
         waits = [Wait("taken", slice(None), self.mark(this.step - 1))] if taken else []
         for s, num_records in self._peers(recv_load, this, direction=-1):
-            chunks = slice(s * S.CHUNKS, s * S.CHUNKS + -(-num_records // S.CHUNK))
+            chunks = slice(s * S.CHUNKS, s * S.CHUNKS + S.num_chunks(num_records))
             waits.append(Wait("arrived", chunks, self.mark(this.step)))
         return waits
 
@@ -209,6 +210,7 @@ class Exchange:
             shape=self.config.shape,
             programs=self.programs(this),
             block_w=self.config.tiles.block_put,
+            warps=self.config.tiles.warps,
         )
 
     def tell(self, word: str, recv_load: torch.Tensor, *, grant_waves: int = 0) -> None:
@@ -258,6 +260,7 @@ class Exchange:
         self.state[wire.EPOCH.value] = epoch
         self.state[wire.NOTIFIES.value] = epoch  # any number that all agree on
         self.state[wire.FAILED.value] = 0
+        self.counts.zero_()  # an interrupted phase may have left slots
 
     @contextmanager
     def cut_short(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import cdiv, i64, iota, jit
+from .lang import i64, iota, jit
 from .nvshmem import libraries
 from .reduce import DTYPES, load_f32, round_ref, rounded
 from .shape import Shape, pow2
@@ -22,9 +22,11 @@ from .wire import (
     RETURNED,
     ROWS_READ,
     TAKEN,
+    chunks_of,
     grant,
     mark,
     records_in_round,
+    share,
     tell_node,
     wait_chunks,
     wait_node,
@@ -60,7 +62,7 @@ def _give_back_kernel(
     for i in range(0, i64(num_peers)):
         d: int = (node + S.N - i64(wave) - i) % S.N
         n: int = records_in_round(recv_load_ptr, d * S.G + local, first, ROUND_RECORDS)
-        wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, d, 0, cdiv(n, S.CHUNK), S)
+        wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, d, 0, chunks_of(n, S), S)
     if i64(step) > 1:
         wait_node(bases_ptr, state_ptr, me, taken_off, value - 1, TAKEN, S)
     if i64(next_wave) > 0:
@@ -102,9 +104,10 @@ def _take_kernel(
     d: int = (node + S.N - i64(wave)) % S.N
     first: int = i64(first)
     n: int = i64(tl.load(own_records_ptr + d)) * ok
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         offs_i = i + iota(BLOCK_M)
-        mask_i = offs_i < n
+        mask_i = offs_i < end
         record = d * S.T + offs_i
         place = tl.load(slot_ptr + record, mask=mask_i, other=-1).to(tl.int64) - first
         mask_i = (place >= 0) & (place < ROUND_RECORDS)
@@ -200,6 +203,7 @@ def take(
     programs: int,
     block_m: int,
     block_h: int,
+    warps: int = 4,
 ) -> None:
     """At the owner: add to acc what node (own - wave) mod N returned in a round.
 
@@ -219,6 +223,7 @@ def take(
         ROUND_RECORDS=round_records,
         BLOCK_M=block_m,
         BLOCK_H=min(block_h, pow2(hidden)),
+        num_warps=warps,
     )
 
 

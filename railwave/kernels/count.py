@@ -6,7 +6,7 @@ hit[t, w] = 1 if token t has an expert on rank w:
     row_index[t, w]  = sum of hit[t', w] over t' < t          (-1 where hit is 0)
     record i of node d is the token t that holds the i-th 1 of max over w in d of hit[t, w]
 
-Scans only, no atomics: the same numbers on every run. This is a dispatch's first kernel: it
+Scans, and sums of integers: the same numbers on every run. This is a dispatch's first kernel: it
 advances the epoch.
 
 Letters: T tokens, K top-k, E experts, N nodes, G GPUs a node, W = N * G ranks.
@@ -16,16 +16,72 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import cumsum, helper, i64, iota, jit, tile_max, tile_sum
+from .lang import cdiv, clamp, cumsum, helper, i64, iota, jit, tile_max, tile_sum
 from .shape import Shape, pow2
 from .wire import EPOCH, NOTIFIES
 
 
 @helper
-def _load_experts(table_ptr, topk_idx_ptr, stride_t, t, mask_t):
-    """Look one expert of each of tokens `t` up in a table: (len(t),) int32, -1 for none."""
-    e = tl.load(topk_idx_ptr + t * stride_t, mask=mask_t, other=-1)
-    return tl.load(table_ptr + e, mask=e >= 0, other=-1)
+def _load_experts(
+    topk_idx_ptr,
+    stride_t,
+    stride_k,
+    t,
+    num_tokens,
+    K: tl.constexpr,
+    K_P: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+):
+    """Load the experts of tokens `t`: (len(t), K_P) int32, -1 for none."""
+    k = iota(K_P)
+    if CONTIGUOUS:  # then the compiler knows the strides, and loads 16 bytes at a time
+        ptrs = topk_idx_ptr + (t * K)[:, None] + k[None, :]
+    else:
+        ptrs = topk_idx_ptr + (t * stride_t)[:, None] + (k * stride_k)[None, :]
+    mask = (t < num_tokens)[:, None] & (k < K)[None, :]
+    return tl.load(ptrs, mask=mask, other=-1).to(tl.int32)
+
+
+@helper
+def _look_up(table_ptr, e, EACH: tl.constexpr):
+    """Return the table's entry of each expert: e // EACH, if that is known to be it (not 0)."""
+    if EACH > 0:
+        return tl.where(e >= 0, e // EACH, -1)
+    else:
+        return tl.load(table_ptr + e, mask=e >= 0, other=-1)
+
+
+@helper
+def _on_node(expert_rank_ptr, e, node, S: tl.constexpr):
+    """Return the local GPU of each expert as seen from a node: outside [0, G) if not on it."""
+    return (_look_up(expert_rank_ptr, e, S.RANK_SIZE) - node * S.G).to(tl.int32)
+
+
+@helper
+def _hits(at, first, S: tl.constexpr, GPUS: tl.constexpr, K: tl.constexpr):
+    """Return hit[g, t] of GPUs first + g, at most 8, from the GPU `at` of each token's experts.
+
+    A field of an integer counts a token's experts on each GPU: 4 bits hold up to 15, 8 up to 255.
+
+    Example: a token with experts on GPUs 2, 0 and 2 has the fields 1, 0, 2.
+    """
+    BITS: tl.constexpr = 4 if K < 16 else 8
+    there = (at >= first) & (at < first + GPUS) & (at < S.G)
+    field = tl.where(there, at - first, 0) * BITS
+    one = there.to(tl.int32 if K < 16 else tl.int64)
+    fields = tile_sum(one << field.to(one.dtype), 1)
+    shifts = (iota(GPUS) * BITS).to(one.dtype)
+    # Tokens along the axis that lies in a warp: the scan over them has few steps across warps.
+    return (((fields[None, :] >> shifts[:, None]) & (2**BITS - 1)) > 0).to(tl.int32)
+
+
+@helper
+def _any(at, hit, S: tl.constexpr):
+    """Return 1 for a token with an expert on any of a node's GPUs: int32."""
+    if hit.shape[0] >= S.G:
+        return tile_max(hit, 0)
+    else:
+        return tile_max(((at >= 0) & (at < S.G)).to(tl.int32), 1)
 
 
 @jit
@@ -41,68 +97,78 @@ def _count_kernel(
     state_ptr,
     status,
     num_tokens,
+    part_steps,
     S: tl.constexpr,
     K: tl.constexpr,
+    K_P: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    NODE_BLOCKS: tl.constexpr,
+    SLOTS_T: tl.constexpr,
+    GPUS: tl.constexpr,
+    GPU_BLOCKS: tl.constexpr,
 ):
-    """Programs below NODE_BLOCKS number records and rows of BLOCK_N nodes, the rest count experts.
+    """Number the records of a node and the rows of GPUS of its GPUs, for a part of the tokens.
+
+    A program first counts the tokens before its part, for itself: nobody waits. The programs above
+    those add SLOTS_T tokens each to the experts' slots.
 
     Example: 2 nodes x 1 GPU, 2 experts, topk_idx [[0], [1], [0]]: records of node 0 are tokens
     0 and 2, of node 1 token 1; row_index [[0, -1], [-1, 0], [1, -1]].
     """
     pid: int = i64(tl.program_id(0))
     num_tokens: int = i64(num_tokens)
+    part_steps: int = i64(part_steps)
     stride_t: int = i64(stride_t)
     stride_k: int = i64(stride_k)
     if pid == 0:
         tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
         tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
         tl.store(counts_ptr, status)
-    if pid < NODE_BLOCKS:
-        n = pid * BLOCK_N + iota(BLOCK_N)
-        w = iota(BLOCK_N * S.G_P)
-        node = pid * BLOCK_N + w // S.G_P
-        valid = (node < S.N) & (w % S.G_P < S.G)
-        rank = tl.where(valid, node * S.G + w % S.G_P, -2)
-        num_rows = (w * 0).to(tl.int32)
-        num_records = (n * 0).to(tl.int32)
-        for t0 in range(0, num_tokens, BLOCK_T):
-            t = t0 + iota(BLOCK_T)
-            mask_t = t < num_tokens
-            on = _load_experts(expert_rank_ptr, topk_idx_ptr, stride_t, t, mask_t)
-            hit = on[:, None] == rank[None, :]
-            for k in tl.static_range(1, K):
-                ids_ptr = topk_idx_ptr + k * stride_k
-                on = _load_experts(expert_rank_ptr, ids_ptr, stride_t, t, mask_t)
-                hit = hit | (on[:, None] == rank[None, :])
-            hit = hit.to(tl.int32)
-            index = num_rows[None, :] + cumsum(hit, 0) - hit
-            row_ptrs = row_index_ptr + (t * (S.N * S.G))[:, None] + rank[None, :]
-            tl.store(row_ptrs, tl.where(hit > 0, index, -1), mask=mask_t[:, None] & valid[None, :])
-            num_rows += tile_sum(hit, 0)
+    NODE_PROGRAMS: tl.constexpr = S.N * GPU_BLOCKS * PARTS
+    if pid < NODE_PROGRAMS:
+        start: int = pid % PARTS * part_steps
+        steps: int = cdiv(num_tokens, BLOCK_T)
+        node: int = pid // PARTS // GPU_BLOCKS
+        first: int = pid // PARTS % GPU_BLOCKS * GPUS
+        g = first + iota(GPUS)
+        num_rows = (g * 0).to(tl.int32)
+        num_records: int = i64(0)
+        for step in range(0, clamp(start, 0, steps)):
+            t = step * BLOCK_T + iota(BLOCK_T)
+            e = _load_experts(
+                *(topk_idx_ptr, stride_t, stride_k, t, num_tokens, K, K_P, CONTIGUOUS)
+            )
+            at = _on_node(expert_rank_ptr, e, node, S)
+            hit = _hits(at, first, S, GPUS, K)
+            num_rows += tile_sum(hit, 1)
+            num_records: int = num_records + i64(tile_sum(_any(at, hit, S), 0))
+        for step in range(start, clamp(start + part_steps, 0, steps)):
+            t = step * BLOCK_T + iota(BLOCK_T)
+            e = _load_experts(
+                *(topk_idx_ptr, stride_t, stride_k, t, num_tokens, K, K_P, CONTIGUOUS)
+            )
+            at = _on_node(expert_rank_ptr, e, node, S)
+            hit = _hits(at, first, S, GPUS, K)
+            index = num_rows[:, None] + cumsum(hit, 1) - hit
+            row_ptrs = row_index_ptr + (t * (S.N * S.G) + node * S.G)[:, None] + g[None, :]
+            mask = (t < num_tokens)[:, None] & (g < S.G)[None, :]
+            tl.store(row_ptrs, tl.trans(tl.where(hit > 0, index, -1)), mask=mask)
+            num_rows += tile_sum(hit, 1)
 
-            sent = tile_max(tl.reshape(hit, [BLOCK_T, BLOCK_N, S.G_P]), 2)
-            index = num_records[None, :] + cumsum(sent, 0) - sent
-            token_ptrs = record_token_ptr + (n * S.T)[None, :] + index
-            tl.store(token_ptrs, t[:, None] + n[None, :] * 0, mask=sent > 0)
-            num_records += tile_sum(sent, 0)
-        tl.store(counts_ptr + 1 + n, num_records, mask=n < S.N)
-        tl.store(counts_ptr + 1 + S.N + rank, num_rows, mask=valid)
+            sent = _any(at, hit, S)
+            token_ptrs = record_token_ptr + node * S.T + num_records + cumsum(sent, 0) - 1
+            tl.store(token_ptrs, t, mask=sent > 0)
+            num_records: int = num_records + i64(tile_sum(sent, 0))
+        if pid % PARTS == PARTS - 1:
+            tl.store(counts_ptr + 1 + node, num_records)
+            tl.store(counts_ptr + 1 + S.N + node * S.G + g, num_rows, mask=g < S.G)
     else:
-        e = (pid - NODE_BLOCKS) * BLOCK_E + iota(BLOCK_E)
-        num_slots = (e * 0).to(tl.int32)
-        for t0 in range(0, num_tokens, BLOCK_T):
-            t = t0 + iota(BLOCK_T)
-            slots = (t[:, None] * 0 + e[None, :] * 0).to(tl.int32)
-            for k in tl.static_range(K):
-                ids_ptr = topk_idx_ptr + k * stride_k
-                pos = _load_experts(expert_pos_ptr, ids_ptr, stride_t, t, t < num_tokens)
-                slots += (pos[:, None] == e[None, :]).to(tl.int32)
-            num_slots += tile_sum(slots, 0)
-        tl.store(counts_ptr + 1 + S.N + S.N * S.G + e, num_slots, mask=e < S.E)
+        t = (pid - NODE_PROGRAMS) * SLOTS_T + iota(SLOTS_T)
+        e = _load_experts(topk_idx_ptr, stride_t, stride_k, t, num_tokens, K, K_P, CONTIGUOUS)
+        at = _look_up(expert_pos_ptr, e, 1 if S.RANK_SIZE > 0 else 0)
+        slots_ptr = counts_ptr + 1 + S.N + S.N * S.G
+        tl.atomic_add(slots_ptr + at, 1, mask=at >= 0, sem="relaxed")
 
 
 def count(
@@ -117,8 +183,7 @@ def count(
     status: int,
     shape: Shape,
     block_t: int,
-    block_n: int,
-    block_e: int,
+    parts: int,
 ) -> None:
     """Advance the epoch; number the records and rows of one rank.
 
@@ -127,30 +192,35 @@ def count(
         expert_rank: (E,) int32, rank of each expert.
         expert_pos: (E,) int32, position of each expert when sorted by (rank, id).
         counts: out, (1 + N + W + E,) int32: status, records per node, rows per rank, slots per
-            expert position.
+            expert position, which must be zero before (`notify` leaves them so).
         record_token: out, (N, S.T) int32: token of each record, per destination node.
         row_index: out, (S.T, W) int32: index of the token's row in its stream, -1 for none.
         state: (STATE_WORDS,) int64 of this PE; its epoch and notify number advance.
         status: what this rank says of its call (`Call.status`); negative for a wrong one.
-        block_t: tokens per step, a power of two; results do not depend on it.
-        block_n, block_e: nodes, experts per program, powers of two; results do not depend on them.
+        block_t: tokens a step, a power of two; results depend on none of these.
+        parts: programs a node, each for a part of the tokens.
     """
     S = shape
     k = topk_idx.shape[1]
-    node_blocks = -(-S.N // block_n)
-    block_e = min(block_e, pow2(S.E))
-    grid = (node_blocks + -(-S.E // block_e),)
+    part_steps = -(-topk_idx.shape[0] // (parts * block_t))
+    gpus = min(S.G_P, 8)
+    gpu_blocks = -(-S.G // gpus)
+    slots_t = min(block_t, 256)
+    grid = (S.N * gpu_blocks * parts + -(-topk_idx.shape[0] // slots_t),)
     _count_kernel[grid](
         *(counts, record_token, row_index),
         *(topk_idx, topk_idx.stride(0), topk_idx.stride(1)),
-        *(expert_rank, expert_pos, state, status, topk_idx.shape[0]),
+        *(expert_rank, expert_pos, state, status, topk_idx.shape[0], part_steps),
         S=S,
         K=k,
+        K_P=pow2(k),
+        CONTIGUOUS=topk_idx.is_contiguous(),
+        PARTS=parts,
         BLOCK_T=block_t,
-        BLOCK_N=block_n,
-        BLOCK_E=block_e,
-        NODE_BLOCKS=node_blocks,
-        num_warps=min(max(block_t // 32, 4), 32),
+        SLOTS_T=slots_t,
+        GPUS=gpus,
+        GPU_BLOCKS=gpu_blocks,
+        num_warps=min(max(block_t // 64, 4), 16),
     )
 
 

@@ -76,6 +76,12 @@ def iota(N: tl.constexpr):
     return tl.arange(0, N).to(tl.int64)
 
 
+@helper
+def column(table, j):
+    """Return column j of a two-dimensional table."""
+    return tile_sum(tl.where(iota(table.shape[1])[None, :] == j, table, 0), 1)
+
+
 if INTERPRET:
 
     def i64(x):

@@ -54,6 +54,7 @@ def _notify_kernel(
     S: tl.constexpr,
     WORDS_P: tl.constexpr,
     PEERS_P: tl.constexpr,
+    EXPERTS_P: tl.constexpr,
 ):
     """Send each node its message: peer i < N is (i, own local index), the others are node-mates."""
     me: int = i64(me)
@@ -77,6 +78,9 @@ def _notify_kernel(
     mask = mask_i[:, None] & (c < S.NOTIFY_WORDS)[None, :]
     known = mask & ((c < 1 + S.N + S.G)[None, :] | (expert < end_expert[:, None]))
     words = tl.load(counts_ptr + src, mask=known, other=0)
+    tl.debug_barrier()
+    slots = iota(EXPERTS_P)  # `count` adds to them
+    tl.store(counts_ptr + 1 + S.N + S.N * S.G + slots, 0, mask=slots < S.E)
     row_off: int = area(state_ptr, notify_off, S) + me * (S.NOTIFY_WORDS * 4)
     value: int = mark(state_ptr, 0, S)
     if S.REMOTE:
@@ -176,6 +180,7 @@ def notify(
         S=shape,
         WORDS_P=pow2(shape.NOTIFY_WORDS),
         PEERS_P=pow2(shape.N + shape.G),
+        EXPERTS_P=pow2(shape.E),
         **libraries(shape),
     )
 

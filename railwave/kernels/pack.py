@@ -15,9 +15,9 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import cumsum, helper, i64, iota, jit, tile_sum
+from .lang import column, cumsum, helper, i64, iota, jit, tile_max, tile_sum
 from .shape import Format, Shape, pow2, row_align
-from .wire import alive, heaps_i32, mark, tell_node
+from .wire import alive, mark, share, tell_node
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Tokens:
 
 
 @helper
-def _store_row(
-    dst_ptrs,
+def _store_rows(
+    dst,
     t,
-    mask_i,
+    mask_t,
     words_ptr,
     stride_words_t,
     topk_idx_ptr,
@@ -54,24 +54,33 @@ def _store_row(
     ROW_ALIGN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write payload, ids and weights of tokens `t`; the payload's pad is zero, others stay."""
-    src_rows = words_ptr + (t * stride_words_t)[:, None]
-    src_rows = tl.multiple_of(src_rows, [ROW_ALIGN, ROW_ALIGN])
-    dst_rows = tl.multiple_of(dst_ptrs[:, None], [16, 16])
-    for w in range(0, F.IDS, BLOCK_W):
-        offs_w = w + iota(BLOCK_W)
-        mask = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
-        words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
-        mask = mask_i[:, None] & (offs_w < F.IDS)[None, :]
-        tl.store(dst_rows + offs_w[None, :], words, mask=mask)
+    """Write payload, ids and weights of tokens `t`; the payload's pad is zero, others stay.
+
+    dst: (len(t), copies) addresses of each token's rows, 0 for none. The token is read once.
+    """
     k = iota(F.K_P)
-    mask = mask_i[:, None] & (k < F.K)[None, :]
+    mask_k = (k < F.K)[None, :]
+    mask = mask_t[:, None] & mask_k
     src_ptrs = topk_idx_ptr + (t * stride_idx_t)[:, None] + (k * stride_idx_k)[None, :]
     ids = tl.load(src_ptrs, mask=mask, other=-1).to(tl.int32)
-    tl.store(dst_ptrs[:, None] + F.IDS + k[None, :], ids, mask=mask)
     src_ptrs = weights_ptr + (t * stride_weights_t)[:, None] + (k * stride_weights_k)[None, :]
     weights = tl.load(src_ptrs, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(dst_ptrs[:, None] + F.WEIGHTS + k[None, :], weights, mask=mask)
+    src_rows = words_ptr + (t * stride_words_t)[:, None]
+    src_rows = tl.multiple_of(src_rows, [ROW_ALIGN, ROW_ALIGN])
+    for w in range(0, F.IDS, BLOCK_W):
+        offs_w = w + iota(BLOCK_W)
+        mask_x = mask_t[:, None] & (offs_w < F.X_WORDS)[None, :]
+        words = tl.load(src_rows + offs_w[None, :], mask=mask_x, other=0)
+        mask_w = (offs_w < F.IDS)[None, :]
+        for j in range(dst.shape[1]):
+            to = column(dst, j)
+            if i64(tile_max(to, 0)) > 0:
+                there = (to > 0)[:, None]
+                ptrs = tl.multiple_of(to.to(tl.pointer_type(tl.int32))[:, None], [16, 16])
+                tl.store(ptrs + offs_w[None, :], words, mask=there & mask_w)
+                if w == 0:
+                    tl.store(ptrs + F.IDS + k[None, :], ids, mask=there & mask_k)
+                    tl.store(ptrs + F.WEIGHTS + k[None, :], weights, mask=there & mask_k)
 
 
 @helper
@@ -143,23 +152,26 @@ def _pack_kernel(
     n: int = i64(tl.load(counts_ptr + 1 + d)) * alive(state_ptr)
 
     buffer_off: int = send_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         offs_i = i + iota(BLOCK_M)
-        mask_i = offs_i < n
+        mask_i = offs_i < end
         record = d * S.T + offs_i
         place = tl.load(slot_ptr + record, mask=mask_i, other=-1).to(tl.int64) - first
-        mask_i = (place >= 0) & (place < ROUND_RECORDS)
         t = tl.load(record_token_ptr + record, mask=mask_i, other=0).to(tl.int64)
         pe = node * S.G + tl.load(proxy_ptr + record, mask=mask_i, other=0).to(tl.int64)
-        dst_ptrs = heaps_i32(bases_ptr, pe, buffer_off, mask_i) + place * F.RECORD_WORDS
-        _store_row(
-            *(dst_ptrs, t, mask_i, words_ptr, stride_words_t),
+        mask_i = (place >= 0) & (place < ROUND_RECORDS)
+        dst = tl.load(bases_ptr + pe, mask=mask_i, other=0) + buffer_off
+        dst = tl.where(mask_i, dst + place * (F.RECORD_WORDS * 4), 0)
+        rows = _load_rows(row_index_ptr, t, mask_i, d, S)
+        _store_rows(
+            *(dst[:, None], t, mask_i, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
             *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
-        tl.store(dst_ptrs + F.META, me + t * 0, mask=mask_i)
-        rows = _load_rows(row_index_ptr, t, mask_i, d, S)
-        _store_entries(dst_ptrs + F.META + 1, rows, mask_i, F, S)
+        meta_ptrs = dst.to(tl.pointer_type(tl.int32)) + F.META
+        tl.store(meta_ptrs, me + t * 0, mask=mask_i)
+        _store_entries(meta_ptrs + 1, rows, mask_i, F, S)
 
 
 @jit
@@ -196,31 +208,21 @@ def _local_kernel(
         if i64(tl.program_id(0)) == 0:
             tell_node(bases_ptr, state_ptr, me, packed_off, mark(state_ptr, 1, S), S)
     n: int = i64(tl.load(counts_ptr + 1 + node)) * alive(state_ptr)
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    g = iota(S.G_P)
+    starts = tl.load(row_start_ptr + me * S.G + g, mask=g < S.G, other=0).to(tl.int64)
+    bases = tl.load(bases_ptr + node * S.G + g, mask=g < S.G, other=0) + rows_off
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         record = i + iota(BLOCK_M)
-        mask_i = record < n
+        mask_i = record < end
         ptrs = record_token_ptr + node * S.T + record
         t = tl.load(ptrs, mask=mask_i, other=0).to(tl.int64)
         rows = _load_rows(row_index_ptr, t, mask_i, node, S)
-        starts = tl.load(row_start_ptr + me * S.G + iota(S.G_P), mask=iota(S.G_P) < S.G, other=0)
-        rows = tl.where(rows >= 0, rows + starts.to(tl.int64)[None, :], -1)
+        rows = tl.where(rows >= 0, rows + starts[None, :], -1)
+        dst = tl.where(rows >= 0, bases[None, :] + rows * (F.META * 4), 0)
         _store_entries(own_rows_ptr + record * F.ENTRIES, rows, mask_i, F, S)
-
-        # One lane per entry: they were just stored by other threads of this program.
-        tl.debug_barrier()
-        j = iota(BLOCK_M * F.ENTRIES_P)
-        record = i + j // F.ENTRIES_P
-        e = j % F.ENTRIES_P
-        mask = (record < n) & (e < F.ENTRIES)
-        ptrs = own_rows_ptr + record * F.ENTRIES + e
-        entry = tl.load(ptrs, mask=mask, other=-1).to(tl.int64)
-        mask = entry >= 0
-        ptrs = record_token_ptr + node * S.T + record
-        t = tl.load(ptrs, mask=mask, other=0).to(tl.int64)
-        pe = node * S.G + entry % S.G
-        dst_ptrs = heaps_i32(bases_ptr, pe, rows_off, mask) + entry // S.G * F.META
-        _store_row(
-            *(dst_ptrs, t, mask, words_ptr, stride_words_t),
+        _store_rows(
+            *(dst, t, mask_i, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
             *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
@@ -247,6 +249,7 @@ def pack(
     programs: int,
     block_m: int,
     block_w: int,
+    warps: int = 4,
 ) -> None:
     """Write one round's records into their proxies' send staging.
 
@@ -259,6 +262,7 @@ def pack(
         wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
         first, round_records: slots [first, first + round_records) are this round's.
         programs, block_m, block_w: programs a peer, records a tile, words of each in it.
+        warps: of a program.
     """
     _pack_kernel[(programs, num_peers)](
         *(bases, state, counts, record_token, proxy, slot, row_index, *tokens.kernel_args()),
@@ -269,6 +273,7 @@ def pack(
         ROW_ALIGN=row_align(tokens.words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),
+        num_warps=warps,
     )
 
 
@@ -291,6 +296,7 @@ def local(
     programs: int,
     block_m: int,
     block_w: int,
+    warps: int = 4,
 ) -> None:
     """Write the rows of the own node into their final slots.
 
@@ -310,6 +316,7 @@ def local(
         ROW_ALIGN=row_align(tokens.words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),
+        num_warps=warps,
     )
 
 

@@ -82,7 +82,7 @@ def _quota_kernel(
     BLOCK_I: tl.constexpr,
     W_P: tl.constexpr,
 ):
-    """Wait for every rank's message; write the quotas, kept records and loads of 2N slices.
+    """Wait for every rank's message; write quotas, kept records and loads of BLOCK_I slices.
 
     All zeros if any message is missing: what never came must not become an index.
 
@@ -96,7 +96,7 @@ def _quota_kernel(
     ok: int = wait_all(word_ptrs, mark(state_ptr, 0, S), w < S.N * S.G, w, NOTIFY, state_ptr)
     messages_ptr = heap_i32(bases_ptr, me, area(state_ptr, notify_off, S))
 
-    i = iota(BLOCK_I)
+    i = i64(tl.program_id(0)) * BLOCK_I + iota(BLOCK_I)
     other = i % S.N
     s = tl.where(i < S.N, node, other)
     d = tl.where(i < S.N, other, node)
@@ -233,6 +233,7 @@ def quota(
     word_off: int,
     balanced: bool,
     shape: Shape,
+    block_i: int,
 ) -> None:
     """Wait for all messages; compute quotas, kept records and loads of this node's slices.
 
@@ -246,17 +247,20 @@ def quota(
         me: this PE.
         notify_off, word_off: byte offsets of the notify areas and of the words notify[rank].
         balanced: True for eq. 9 (`rail`, `joint`), False for native quotas.
+        block_i: slices a program, a power of two; results do not depend on it.
 
     Source: eq. (9), Algorithm 1 lines 1-7. References: `quota_ref`, `native_quota_ref` (quotas) and
     `railwave.sched.assign_ref` (what each GPU keeps and puts).
     """
-    _quota_kernel[(1,)](
+    block_i = min(block_i, pow2(2 * shape.N))
+    _quota_kernel[(-(-2 * shape.N // block_i),)](
         *(out.quota, out.rail_records, out.deficit_start, out.kept, out.surplus_start, out.load),
         *(bases, state, rail_of_gpu, rail_gpus, eligible, me, notify_off, word_off),
         S=shape,
         BALANCED=balanced,
-        BLOCK_I=pow2(2 * shape.N),
+        BLOCK_I=block_i,
         W_P=pow2(shape.N * shape.G),
+        num_warps=8,
     )
 
 

@@ -14,7 +14,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import helper, i64, iota, jit, tile_max
 from .shape import Shape, pow2, row_align
-from .wire import EPOCH, NOTIFIES, ROWS_IN, alive, mark, records_in_round, wait_node
+from .wire import EPOCH, NOTIFIES, ROWS_IN, alive, mark, records_in_round, share, wait_node
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -111,14 +111,15 @@ def _copy_in_kernel(
     dst_ptr = dst.to(tl.pointer_type(tl.int32))
     n: int = i64(num_rows)
     stride: int = i64(stride_words_i)
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         offs_i = i + iota(BLOCK_M)
         src_rows = words_ptr + (offs_i * stride)[:, None]
         src_rows = tl.multiple_of(src_rows, [ROW_ALIGN, ROW_ALIGN])
         dst_rows = tl.multiple_of(dst_ptr + (offs_i * ROW_WORDS)[:, None], [16, 16])
         for w in range(0, X_WORDS, BLOCK_W):
             offs_w = w + iota(BLOCK_W)
-            mask = (offs_i < n)[:, None] & (offs_w < X_WORDS)[None, :]
+            mask = (offs_i < end)[:, None] & (offs_w < X_WORDS)[None, :]
             words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
             tl.store(dst_rows + offs_w[None, :], words, mask=mask)
 
@@ -147,9 +148,10 @@ def _own_kernel(
     node: int = me // S.G
     ok: int = wait_node(bases_ptr, state_ptr, me, rows_in_off, mark(state_ptr, 1, S), ROWS_IN, S)
     n: int = i64(tl.load(own_records_ptr + node)) * ok
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         record = i + iota(BLOCK_M)
-        mask_i = record < n
+        mask_i = record < end
         t = tl.load(record_token_ptr + node * S.T + record, mask=mask_i, other=0).to(tl.int64)
         for h in range(0, H, BLOCK_H):
             offs_h = h + iota(BLOCK_H)
@@ -198,9 +200,10 @@ def _reduce_kernel(
     dst = tl.load(bases_ptr + me) + send_off
     dst += peer * (ROUND_RECORDS * RECORD_WORDS * 4)
     rows_ptr = in_rows_ptr + (s * S.PROXY_RECORDS + first) * ENTRIES
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         record = i + iota(BLOCK_M)
-        mask_i = record < n
+        mask_i = record < end
         for h in range(0, H, BLOCK_H):
             offs_h = h + iota(BLOCK_H)
             total = sum_rows(
@@ -225,6 +228,7 @@ def copy_in(
     programs: int,
     block_m: int,
     block_w: int,
+    warps: int = 4,
 ) -> None:
     """Advance the epoch; copy expert outputs into this PE's rows region.
 
@@ -245,6 +249,7 @@ def copy_in(
         ROW_ALIGN=row_align(words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(words.shape[1])),
+        num_warps=warps,
     )
 
 
@@ -265,6 +270,7 @@ def own(
     programs: int,
     block_m: int,
     block_h: int,
+    warps: int = 4,
 ) -> None:
     """Wait for the node's rows; set acc to each token's sum over its own node.
 
@@ -287,6 +293,7 @@ def own(
         ENTRIES=own_rows.shape[-1],
         BLOCK_M=block_m,
         BLOCK_H=min(block_h, pow2(hidden)),
+        num_warps=warps,
     )
 
 
@@ -312,6 +319,7 @@ def reduce(
     programs: int,
     block_m: int,
     block_h: int,
+    warps: int = 4,
 ) -> None:
     """Sum the rows of the records to return in a round; round them to the dtype on the wire.
 
@@ -332,6 +340,7 @@ def reduce(
         ROUND_RECORDS=round_records,
         BLOCK_M=block_m,
         BLOCK_H=min(block_h, pow2(hidden)),
+        num_warps=warps,
     )
 
 

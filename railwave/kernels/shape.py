@@ -25,13 +25,18 @@ class Shape:
     RAIL_GPUS_P: int
     NODE_EXPERTS: int  # the most experts of one node
     RANK_EXPERTS: int  # the most experts of one rank
+    RANK_SIZE: int  # expert e is on rank e // RANK_SIZE, or 0: the map says where
     NOTIFY_WORDS: int  # int32 words of a notify message
     PROXY_RECORDS: int  # the most records one proxy carries of one slice
     MAX_STEPS: int  # marks per epoch: above every step of a phase
-    CHUNK: int  # records that one program moves under one arrived word
-    CHUNKS: int  # arrived words per sending node
+    CHUNK: int  # the fewest records under one arrived word
+    CHUNKS: int  # the most arrived words per sending node
     CHUNKS_P: int
     REMOTE: bool  # some PEs are not mapped here: NVSHMEM reaches them
+
+    def num_chunks(self, num_records: int) -> int:
+        """Return the chunks of a round of records: what `wire.chunks_of` says in a kernel."""
+        return min(-(-num_records // self.CHUNK), self.CHUNKS)
 
 
 @dataclass(frozen=True)

@@ -12,41 +12,22 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import cdiv, helper, i64, iota, jit
+from .lang import column, i64, iota, jit, tile_max
 from .nvshmem import libraries, quiet
 from .shape import Format, Shape, pow2
 from .wire import (
     DELIVERED,
     alive,
+    chunks_of,
     grant,
     heap_i32,
-    heaps_i32,
     mark,
     records_in_round,
+    share,
     tell_node,
     wait_chunks,
     wait_node,
 )
-
-
-@helper
-def _copy_words(
-    dst_ptrs,
-    src_ptrs,
-    mask_i,
-    START: tl.constexpr,
-    END: tl.constexpr,
-    DST_ALIGN: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """Copy words [START, END) of each row of pointers; sources are aligned to 16 bytes."""
-    src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
-    dst_rows = tl.multiple_of(dst_ptrs[:, None], [DST_ALIGN, DST_ALIGN])
-    for w in range(START, END, BLOCK_W):
-        offs_w = w + iota(BLOCK_W)
-        mask = mask_i[:, None] & (offs_w < END)[None, :]
-        words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
-        tl.store(dst_rows + offs_w[None, :], words, mask=mask)
 
 
 @jit
@@ -71,8 +52,8 @@ def _unpack_kernel(
     S: tl.constexpr,
     F: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_IDS: tl.constexpr,
 ):
     """Store the rows of the records that arrived; the first program grants the next round.
 
@@ -87,7 +68,7 @@ def _unpack_kernel(
     first: int = i64(first)
     value: int = mark(state_ptr, i64(step), S)
     n: int = records_in_round(recv_load_ptr, s * S.G + local, first, ROUND_RECORDS)
-    num_chunks: int = cdiv(n, S.CHUNK)
+    num_chunks: int = chunks_of(n, S)
     if i64(tl.program_id(0)) == 0:
         if i64(next_wave) > 0:
             if S.REMOTE:
@@ -102,26 +83,38 @@ def _unpack_kernel(
 
     buffer_off: int = recv_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
     src_ptr = heap_i32(bases_ptr, me, buffer_off)
+    e = iota(F.ENTRIES_P)
     for c in range(i64(tl.program_id(0)), num_chunks, i64(tl.num_programs(0))):
         if i64(tl.program_id(0)) > 0:
             wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, s, c, 1, S)
-        ok: int = alive(state_ptr)
-        j = iota(S.CHUNK * F.ENTRIES_P)
-        record = c * S.CHUNK + j // F.ENTRIES_P
-        e = j % F.ENTRIES_P
-        mask = (record < n * ok) & (e < F.ENTRIES)
-        src_ptrs = src_ptr + record * F.RECORD_WORDS
-        rank = tl.load(src_ptrs + F.META, mask=mask, other=0).to(tl.int64)
-        entry = tl.load(src_ptrs + F.META + 1 + e, mask=mask, other=-1).to(tl.int64)
-        mask_j = entry >= 0
-        g = tl.where(mask_j, entry % S.G, 0)
-        start = tl.load(row_start_ptr + rank * S.G + g, mask=mask_j, other=0).to(tl.int64)
-        final = start + entry // S.G
-        in_ptrs = in_rows_ptr + (s * S.PROXY_RECORDS + first + record) * F.ENTRIES + e
-        tl.store(in_ptrs, tl.where(mask_j, final * S.G + g, -1), mask=mask)
-        dst_ptrs = heaps_i32(bases_ptr, node * S.G + g, rows_off, mask_j) + final * F.META
-        _copy_words(dst_ptrs, src_ptrs, mask_j, 0, F.IDS, 16, BLOCK_W)
-        _copy_words(dst_ptrs, src_ptrs, mask_j, F.IDS, F.META, 16, BLOCK_IDS)
+        end: int = n * (c + 1) // num_chunks * alive(state_ptr)
+        for i in range(n * c // num_chunks, end, BLOCK_M):
+            record = i + iota(BLOCK_M)
+            mask_i = record < end
+            src_ptrs = src_ptr + record * F.RECORD_WORDS
+            rank = tl.load(src_ptrs + F.META, mask=mask_i, other=0).to(tl.int64)
+            mask = mask_i[:, None] & (e < F.ENTRIES)[None, :]
+            entry_ptrs = src_ptrs[:, None] + (F.META + 1) + e[None, :]
+            entry = tl.load(entry_ptrs, mask=mask, other=-1).to(tl.int64)
+            there = entry >= 0
+            g = tl.where(there, entry % S.G, 0)
+            start_ptrs = row_start_ptr + (rank * S.G)[:, None] + g
+            final = tl.load(start_ptrs, mask=there, other=0).to(tl.int64) + entry // S.G
+            in_record = s * S.PROXY_RECORDS + first + record
+            in_ptrs = in_rows_ptr + (in_record * F.ENTRIES)[:, None] + e[None, :]
+            tl.store(in_ptrs, tl.where(there, final * S.G + g, -1), mask=mask)
+            dst = tl.load(bases_ptr + node * S.G + g, mask=there, other=0) + rows_off
+            dst = tl.where(there, dst + final * (F.META * 4), 0)
+            src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
+            for w in range(0, F.META, BLOCK_W):
+                offs_w = w + iota(BLOCK_W)
+                mask_w = (offs_w < F.META)[None, :]
+                words = tl.load(src_rows + offs_w[None, :], mask=mask_i[:, None] & mask_w, other=0)
+                for j in range(F.ENTRIES):
+                    to = column(dst, j)
+                    if i64(tile_max(to, 0)) > 0:
+                        rows = tl.multiple_of(to.to(tl.pointer_type(tl.int32))[:, None], [16, 16])
+                        tl.store(rows + offs_w[None, :], words, mask=(to > 0)[:, None] & mask_w)
 
 
 @jit
@@ -151,12 +144,19 @@ def _finish_kernel(
     )
     n: int = i64(num_rows) * ok
     src_ptr = heap_i32(bases_ptr, me, rows_off)
-    for i in range(i64(tl.program_id(0)) * BLOCK_M, n, i64(tl.num_programs(0)) * BLOCK_M):
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         offs_i = i + iota(BLOCK_M)
-        mask_i = offs_i < n
+        mask_i = offs_i < end
         src_ptrs = src_ptr + offs_i * F.META
         dst_ptrs = words_ptr + offs_i * F.X_WORDS
-        _copy_words(dst_ptrs, src_ptrs, mask_i, 0, F.X_WORDS, OUT_ALIGN, BLOCK_W)
+        src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
+        dst_rows = tl.multiple_of(dst_ptrs[:, None], [OUT_ALIGN, OUT_ALIGN])
+        for w in range(0, F.X_WORDS, BLOCK_W):
+            offs_w = w + iota(BLOCK_W)
+            mask = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
+            words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
+            tl.store(dst_rows + offs_w[None, :], words, mask=mask)
         k = iota(F.K_P)
         mask = mask_i[:, None] & (k < F.K)[None, :]
         offs = (offs_i * F.K)[:, None] + k[None, :]
@@ -194,7 +194,9 @@ def unpack(
     shape: Shape,
     fmt: Format,
     programs: int,
+    block_m: int,
     block_w: int,
+    warps: int = 4,
 ) -> None:
     """Store the rows of one round's records at their final slots.
 
@@ -211,7 +213,8 @@ def unpack(
         wave, num_peers: the peers are nodes (own - wave - i) mod N for i < num_peers.
         first, round_records, step: as `pack`.
         next_round: (wave, first slot) of the round to grant, None after the last.
-        programs, block_w: programs a peer, words of each row in a tile, which is one chunk.
+        programs, block_m, block_w: programs a peer, records a tile, words of each in it.
+        warps: of a program.
     """
     assert next_round is None or num_peers == 1, "a grant vouches for the whole round"
     next_wave, next_first = next_round or (0, 0)
@@ -222,8 +225,9 @@ def unpack(
         S=shape,
         F=fmt,
         ROUND_RECORDS=round_records,
-        BLOCK_W=min(block_w, pow2(fmt.IDS)),
-        BLOCK_IDS=pow2(fmt.META - fmt.IDS),
+        BLOCK_M=block_m,
+        BLOCK_W=min(block_w, pow2(fmt.META)),
+        num_warps=warps,
         **libraries(shape),
     )
 
@@ -246,6 +250,7 @@ def finish(
     programs: int,
     block_m: int,
     block_w: int,
+    warps: int = 4,
 ) -> None:
     """Wait until the node has delivered, then copy this PE's rows into tensors of the caller's.
 
@@ -266,6 +271,7 @@ def finish(
         OUT_ALIGN=16 if fmt.X_WORDS % 4 == 0 else 4,
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.X_WORDS)),
+        num_warps=warps,
     )
 
 

@@ -260,6 +260,23 @@ def wait_chunks(
 
 
 @helper
+def chunks_of(n, S: tl.constexpr):
+    """Return the chunks of a round of `n` records: chunk c starts at record c * n // chunks.
+
+    Equal to within a record, so that equal numbers of programs have equal work.
+
+    Example: CHUNK 2, CHUNKS 4: 3 records are 2 chunks (1 and 2 records), 9 are 4 (2, 2, 2, 3).
+    """
+    return clamp(cdiv(n, S.CHUNK), 0, S.CHUNKS)
+
+
+@helper
+def share(n, p):
+    """Return where program p starts of those that share n records, equally to within a record."""
+    return n * p // i64(tl.num_programs(0))
+
+
+@helper
 def records_in_round(load_ptr, peer, first, ROUND_RECORDS: tl.constexpr):
     """Return how many of `peer`'s records have slots in [first, first + ROUND_RECORDS)."""
     return clamp(i64(tl.load(load_ptr + peer)) - first, 0, ROUND_RECORDS)
@@ -292,8 +309,7 @@ def _put_kernel(
 ):
     """Put this proxy's records for node d, chunk by chunk, each followed by its word.
 
-    Chunk c holds records [c * CHUNK, (c + 1) * CHUNK) of the round; arrived[node, c] at the
-    ingress PE vouches for this chunk only.
+    arrived[node, c] at the ingress PE vouches for chunk c of the round only.
     """
     me: int = i64(me)
     node: int = me // S.G
@@ -323,10 +339,11 @@ def _put_kernel(
     src_ptr = heap_i32(bases_ptr, me, src_off)
     dst_ptr = heap_i32(bases_ptr, ingress, dst_off)
     word_ptr = heap_i64(bases_ptr, ingress, word_off)
-    for c in range(i64(tl.program_id(0)), cdiv(n, S.CHUNK), i64(tl.num_programs(0))):
-        start: int = c * (S.CHUNK * RECORD_WORDS)
+    chunks: int = chunks_of(n, S)
+    for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
+        start: int = n * c // chunks * RECORD_WORDS
         # Times 4, which it is already, so that the compiler knows and moves 16 bytes at a time.
-        num_words: int = clamp(n * RECORD_WORDS - start, 0, S.CHUNK * RECORD_WORDS) // 4 * 4
+        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4
         if mapped > 0:
             src = tl.multiple_of(src_ptr + start, 16)
             dst = tl.multiple_of(dst_ptr + start, 16)
@@ -393,6 +410,7 @@ def put(
     shape: Shape,
     programs: int,
     block_w: int,
+    warps: int = 4,
 ) -> None:
     """Put one round's records from this proxy's send buffer into the ingress PEs' buffers.
 
@@ -410,7 +428,7 @@ def put(
         step: the round's number in its phase, from 1.
         wait_packed: wait for packed(step) of the node; wait_grant: for the rail's grants.
         tell_taken: say taken(step - 1) first.
-        programs, block_w: programs a peer, words a tile.
+        programs, block_w, warps: programs a peer, words a tile, warps a program.
     """
     _put_kernel[(programs, num_peers)](
         *(bases, state, put_words, send_load, rail_mates),
@@ -419,7 +437,8 @@ def put(
         S=shape,
         RECORD_WORDS=record_words,
         ROUND_RECORDS=round_records,
-        BLOCK_W=min(block_w, pow2(shape.CHUNK * record_words)),
+        BLOCK_W=min(block_w, pow2(round_records * record_words)),
+        num_warps=warps,
         **libraries(shape),
     )
 

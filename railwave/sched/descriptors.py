@@ -82,7 +82,7 @@ def receiver_concentration(demand: Any, windows: Sequence[Iterable[tuple[int, in
     num_nodes = len(remote)
     worst = 1.0
     for number, window in enumerate(windows):
-        received = torch.zeros(num_nodes, dtype=torch.float64)
+        received = torch.zeros(num_nodes, dtype=torch.float64, device="cpu")
         for source, destination in set(window):
             check_index(source, num_nodes, f"windows[{number}]: source")
             check_index(destination, num_nodes, f"windows[{number}]: destination")
@@ -108,7 +108,7 @@ def _remote(demand: Any) -> torch.Tensor:
 def _real_table(value: Any, name: str) -> torch.Tensor:
     """Return a new float64 CPU copy of a finite, non-negative, non-empty table."""
     try:
-        table = torch.as_tensor(value).detach().to(device="cpu", dtype=torch.float64, copy=True)
+        table = torch.as_tensor(value, device="cpu").detach().to(torch.float64, copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a table of real numbers: {error}") from None
     if table.ndim != 2 or not table.numel():

@@ -40,7 +40,7 @@ def quota_ref(counts: Any, eligible: Any, node: int) -> torch.Tensor:
     """
     counts, eligible, node = _checked(counts, eligible, node)
     num_rails, num_nodes = counts.shape
-    quotas = torch.zeros(num_rails, num_nodes, dtype=torch.int64)
+    quotas = torch.zeros(num_rails, num_nodes, dtype=torch.int64, device="cpu")
     for peer in _peers(node, num_nodes):
         quotas[:, peer] = _even_parts(int(counts[:, peer].sum()), eligible[peer], node, peer)
     return quotas
@@ -71,7 +71,7 @@ def native_quota_ref(counts: Any, eligible: Any, node: int) -> torch.Tensor:
     """
     counts, eligible, node = _checked(counts, eligible, node)
     num_rails, num_nodes = counts.shape
-    quotas = torch.zeros(num_rails, num_nodes, dtype=torch.int64)
+    quotas = torch.zeros(num_rails, num_nodes, dtype=torch.int64, device="cpu")
     for peer in _peers(node, num_nodes):
         stay = counts[:, peer] * eligible[peer]
         num_stranded = int((counts[:, peer] - stay).sum())
@@ -81,7 +81,7 @@ def native_quota_ref(counts: Any, eligible: Any, node: int) -> torch.Tensor:
 
 def _even_parts(num_records: int, eligible: torch.Tensor, node: int, peer: int) -> torch.Tensor:
     """Return (R,) int64: `num_records` of the slice (node, peer) over its eligible rails."""
-    parts = torch.zeros(len(eligible), dtype=torch.int64)
+    parts = torch.zeros(len(eligible), dtype=torch.int64, device="cpu")
     rails = [rail for rail, allowed in enumerate(eligible.tolist()) if allowed]
     if not rails and num_records:
         raise ValueError(
@@ -104,7 +104,7 @@ def _peers(node: int, num_nodes: int) -> list[int]:
 def _checked(counts: Any, eligible: Any, node: int) -> tuple:
     counts = check_counts(counts, None, "counts")
     num_rails, num_nodes = counts.shape
-    allowed = torch.as_tensor(eligible).cpu()
+    allowed = torch.as_tensor(eligible, device="cpu")
     if allowed.dtype != torch.bool:
         raise TypeError(f"eligible must be bool, got {allowed.dtype}")
     if tuple(allowed.shape) != (num_nodes, num_rails):
