@@ -4,6 +4,7 @@ Waves, quotas and matching as readable references, the plan of a node, and traff
 Integers in, integers out: no device, no group, no clock; never imports triton.
 """
 
+from railwave.sched.demand import Demand
 from railwave.sched.descriptors import (
     payload_per_gpu,
     receiver_concentration,
@@ -15,6 +16,7 @@ from railwave.sched.quota import native_quota_ref, quota_ref
 from railwave.sched.waves import wave_peer, wave_sender, waves
 
 __all__ = [
+    "Demand",
     "Plan",
     "ProxyMatch",
     "RailMatch",
