@@ -35,6 +35,7 @@ LAYERS = [
     "communicator",
     "default",
     "workloads",
+    "sim",
     "reference",
     "cases",
     "report",

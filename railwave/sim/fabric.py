@@ -1,0 +1,54 @@
+"""What the simulated network can do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# a of the receiver efficiency 1 / (1 + a (f - 1)): none; as mild as the paper's replay (Figure
+# 2(c)); as severe as its Table 2. Read off those results, not fitted per scheduler.
+INCAST = {"none": 0.0, "mild": 0.046, "severe": 4.0}
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Hold rates, latencies and the incast model.
+
+    Args:
+        rail_bytes_s: bytes per second of a NIC, in each direction; positive.
+        nvlink_bytes_s: bytes per second of a GPU's NVLink, in each direction; positive. Infinite:
+            redistribution is free.
+        wave_latency_s: seconds added to each window that sends anything.
+        grant_latency_s: seconds added to each such window after the first, where receivers grant.
+        incast: a >= 0. A NIC that receives from f NICs at once receives at rail_bytes_s times
+            1 / (1 + a (f - 1)). See `INCAST`.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Example:
+        Five senders under severe incast: 1 / (1 + 4 * 4).
+
+        >>> Fabric(25e9, incast=INCAST["severe"]).efficiency(5) == 1 / 17
+        True
+    """
+
+    rail_bytes_s: float
+    nvlink_bytes_s: float = math.inf
+    wave_latency_s: float = 0.0
+    grant_latency_s: float = 0.0
+    incast: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("rail_bytes_s", "nvlink_bytes_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not math.isfinite(self.rail_bytes_s):
+            raise ValueError(f"rail_bytes_s must be finite, got {self.rail_bytes_s}")
+        for name in ("wave_latency_s", "grant_latency_s", "incast"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def efficiency(self, num_senders):
+        """Return 1 / (1 + a (f - 1)) for f senders, an int or an array of at least 1."""
+        return 1 / (1 + self.incast * (num_senders - 1))
