@@ -11,6 +11,7 @@ import numpy as np
 
 # Shares and times this close, relatively, count as equal: float rounding is far below.
 CLOSE = 1e-12
+CLOSE_RATE = 1e-9  # wider: a rate is what subtractions leave
 
 
 def max_min_rates(
@@ -42,23 +43,29 @@ def max_min_rates(
     """
     send_left, receive_left = send_rate.astype(np.float64), receive_rate.astype(np.float64)
     num_send, num_receive = len(send_left), len(receive_left)
+    send_flows = np.bincount(send, minlength=num_send)
+    receive_flows = np.bincount(receive, minlength=num_receive)
     rates = np.zeros(len(send))
-    where = np.arange(len(send))
-    while len(where):
-        send_share = send_left / np.maximum(np.bincount(send, minlength=num_send), 1)
-        receive_share = receive_left / np.maximum(np.bincount(receive, minlength=num_receive), 1)
-        at_send, at_receive = send_share[send], receive_share[receive]
-        share = np.minimum(at_send, at_receive)
-        limit = share * (1 + CLOSE)
+    flow = np.arange(len(send))
+    while len(flow):
+        at_send = (send_left / np.maximum(send_flows, 1)).take(send)
+        at_receive = (receive_left / np.maximum(receive_flows, 1)).take(receive)
+        ratio = at_send / at_receive
         send_waits = np.zeros(num_send, dtype=bool)
-        send_waits[send[at_send > limit]] = True
+        send_waits[send[ratio > 1 + CLOSE]] = True
         receive_waits = np.zeros(num_receive, dtype=bool)
-        receive_waits[receive[at_receive > limit]] = True
-        full = ~(send_waits[send] & receive_waits[receive])
-        rates[where[full]] = share[full]
-        send_left -= np.bincount(send[full], weights=share[full], minlength=num_send)
-        receive_left -= np.bincount(receive[full], weights=share[full], minlength=num_receive)
-        where, send, receive = where[~full], send[~full], receive[~full]
+        receive_waits[receive[ratio < 1 - CLOSE]] = True
+        waits = send_waits.take(send) & receive_waits.take(receive)
+        full = np.flatnonzero(~waits)
+        share = np.minimum(at_send[full], at_receive[full])
+        rates[flow[full]] = share
+        from_port, to_port = send[full], receive[full]
+        send_left -= np.bincount(from_port, weights=share, minlength=num_send)
+        receive_left -= np.bincount(to_port, weights=share, minlength=num_receive)
+        send_flows -= np.bincount(from_port, minlength=num_send)
+        receive_flows -= np.bincount(to_port, minlength=num_receive)
+        still = np.flatnonzero(waits)
+        flow, send, receive = flow[still], send[still], receive[still]
     return rates
 
 
@@ -72,8 +79,8 @@ def finish_times(
 ) -> np.ndarray:
     """Return when each flow ends, all having begun at 0 and sharing ports max-min fairly.
 
-    Rates change only when a flow ends. Each component goes from one end to the next by its own
-    clock, all components in the same array operations.
+    Rates change only when a flow ends, and only those at least as high as that flow's. Each
+    component goes from one end to the next by its own clock, all in the same array operations.
 
     Args:
         send, receive: (n,) int64 ports of each flow; no two flows have both the same.
@@ -93,25 +100,70 @@ def finish_times(
         >>> finish_times(*flows, 1.0, lambda senders: 1.0 + 0 * senders).tolist()
         [2.0, 4.0]
     """
-    order = np.argsort(component, kind="stable")
-    send, receive, left = send[order], receive[order], amount[order].astype(np.float64)
-    _, component = np.unique(component[order], return_inverse=True)
-    num_send, num_receive = int(send.max(initial=-1)) + 1, int(receive.max(initial=-1)) + 1
-    full_rate = np.full(num_send, float(port_rate))
-    clock = np.zeros(int(component.max(initial=-1)) + 1)
-    finish = np.zeros(len(order))
-    while len(order):
-        num_senders = np.maximum(np.bincount(receive, minlength=num_receive), 1)
-        rates = max_min_rates(send, receive, full_rate, port_rate * efficiency(num_senders))
-        lasts = left / rates
-        starts = np.flatnonzero(np.append(True, component[1:] != component[:-1]))
-        clock[component[starts]] += (step := np.minimum.reduceat(lasts, starts))
-        step = np.repeat(step, np.diff(np.append(starts, len(component))))
-        left -= rates * step
-        now = clock[component]
-        ended = lasts - step <= CLOSE * now
-        finish[order[ended]] = now[ended]
-        on = ~ended
-        order, send, receive = order[on], send[on], receive[on]
-        left, component = left[on], component[on]
+    flows = _Flows(send, receive, amount, component)
+    finish = np.zeros(len(amount))
+    while flows.num_left:
+        flows.share(port_rate, efficiency)
+        flow, end = flows.advance()
+        finish[flow] = end
     return finish
+
+
+class _Flows:
+    """Flows that have not ended (and some that have), sorted by component."""
+
+    def __init__(self, send, receive, amount, component) -> None:
+        self.flow = np.lexsort((receive, send, component))
+        self.send, self.receive = send[self.flow], receive[self.flow]
+        _, self.component = np.unique(component[self.flow], return_inverse=True)
+        self.num_components = int(self.component.max(initial=-1)) + 1
+        self.num_send = int(send.max(initial=-1)) + 1
+        self.num_receive = int(receive.max(initial=-1)) + 1
+        self.num_senders = np.bincount(self.receive, minlength=self.num_receive)
+        self.left = amount[self.flow].astype(np.float64)  # bytes, at the time `since`
+        self.since, self.rate, self.end = np.zeros((3, len(self.flow)))
+        self.changed = np.arange(len(self.flow))  # those that need a new rate
+        self.num_left = len(self.flow)
+
+    def share(self, port_rate: float, efficiency: Callable) -> None:
+        """Give the changed flows what the others leave them of their ports."""
+        changed = self.changed
+        self.rate[changed] = 0
+        send_rate = port_rate - np.bincount(self.send, self.rate, self.num_send)
+        receive_rate = port_rate * efficiency(np.maximum(self.num_senders, 1))
+        receive_rate -= np.bincount(self.receive, self.rate, self.num_receive)
+        ports = self.send[changed], self.receive[changed]
+        self.rate[changed] = max_min_rates(*ports, send_rate, receive_rate)
+        self.end[changed] = self.since[changed] + self.left[changed] / self.rate[changed]
+
+    def advance(self) -> tuple[np.ndarray, np.ndarray]:
+        """Go to the next end in each component; return the flows that end and when.
+
+        Those with smaller rates than every flow that ends keep theirs: their ports fill before the
+        ones that are set free. The others are changed.
+        """
+        starts = np.flatnonzero(np.append(True, self.component[1:] != self.component[:-1]))
+        now = np.full(self.num_components, -np.inf)
+        now[self.component[starts]] = np.minimum.reduceat(self.end, starts)
+        now[np.isinf(now)] = -np.inf  # all of the component's flows have ended
+        ended = np.flatnonzero(self.end <= (now * (1 + CLOSE)).take(self.component))
+        slowest = np.full(self.num_components, np.inf)
+        np.minimum.at(slowest, self.component[ended], self.rate[ended] * (1 - CLOSE_RATE))
+        finished = self.flow[ended], now[self.component[ended]]
+        self.num_senders -= np.bincount(self.receive[ended], minlength=self.num_receive)
+        self.rate[ended], self.end[ended] = 0, np.inf
+        self.num_left -= len(ended)
+        self.changed = np.flatnonzero(self.rate >= slowest.take(self.component))
+        then = now[self.component[self.changed]]
+        self.left[self.changed] -= self.rate[self.changed] * (then - self.since[self.changed])
+        self.since[self.changed] = then
+        self._drop_ended()
+        return finished
+
+    def _drop_ended(self) -> None:
+        if self.num_left >= 0.8 * len(self.flow):
+            return
+        on = self.end < np.inf
+        self.changed = (np.cumsum(on) - 1)[self.changed]
+        for name in ("flow", "send", "receive", "component", "left", "since", "rate", "end"):
+            setattr(self, name, getattr(self, name)[on])
