@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from demands import demands, equal_pairs, random_demand, windows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demands import demands, equal_pairs, random_demand, windows_of
 from railwave import sched
 from railwave.sched import SCHEDULERS, Demand, audit, bound_s
 from railwave.sched.birkhoff import birkhoff
@@ -113,7 +113,7 @@ def test_bad_options_are_refused():
         SCHEDULERS["native"](demand, rail_rule="x")
     with pytest.raises(ValueError, match="chunk_bytes must be at least 1, got 0"):
         SCHEDULERS["rails_lpt"](demand, chunk_bytes=0)
-    with pytest.raises(ValueError, match="chunk_bytes must leave at most .* chunks a node"):
+    with pytest.raises(ValueError, match=r"chunk_bytes must leave at most .* chunks a node"):
         SCHEDULERS["rails_lpt"](equal_pairs(Topology(2, 1, 1), 10**9), chunk_bytes=1)
     with pytest.raises(ValueError, match="rail_bytes_s must be positive, got 0"):
         bound_s(demand, 0)

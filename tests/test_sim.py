@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demands import demands, equal_pairs, random_demand, relabelled, windows_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from demands import demands, equal_pairs, random_demand, relabelled, windows_of
 from railwave.sched import SCHEDULERS, Demand, bound_s
 from railwave.sim import INCAST, Fabric, finish_times, max_min_rates, simulate
 from railwave.topology import Topology
@@ -239,7 +239,9 @@ def test_free_waves_are_those_by_hand_and_no_slower_than_with_barriers(demand):
 
 def test_free_order_needs_one_transfer_a_port():
     native = SCHEDULERS["native"](equal_pairs(Topology(3, 1, 1), 5))
-    with pytest.raises(ValueError, match="one transfer a port in each window .* window 0 has more"):
+    with pytest.raises(
+        ValueError, match=r"one transfer a port in each window .* window 0 has more"
+    ):
         simulate(dataclasses.replace(native, order="free"), Fabric(1.0))
 
 

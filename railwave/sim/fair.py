@@ -19,9 +19,9 @@ def max_min_rates(
 ) -> np.ndarray:
     """Return the max-min fair rates of flows that each use one send and one receive port.
 
-    Progressive filling, many ports a round: a port is full when none of its open flows has a
-    smaller share at its other end. Its flows take that share, and no later round could give them
-    more, as the shares of the ports left never fall.
+    Progressive filling, many ports a round: a port is full when each of its open flows has its
+    smaller share there. They take that share: no later round could give them more or less, as the
+    shares of the ports left never fall.
 
     Args:
         send, receive: (n,) int64 ports of each flow, in [0, P).
@@ -50,22 +50,20 @@ def max_min_rates(
     while len(flow):
         at_send = (send_left / np.maximum(send_flows, 1)).take(send)
         at_receive = (receive_left / np.maximum(receive_flows, 1)).take(receive)
-        ratio = at_send / at_receive
-        send_waits = np.zeros(num_send, dtype=bool)
-        send_waits[send[ratio > 1 + CLOSE]] = True
-        receive_waits = np.zeros(num_receive, dtype=bool)
-        receive_waits[receive[ratio < 1 - CLOSE]] = True
-        waits = send_waits.take(send) & receive_waits.take(receive)
-        full = np.flatnonzero(~waits)
-        share = np.minimum(at_send[full], at_receive[full])
-        rates[flow[full]] = share
-        from_port, to_port = send[full], receive[full]
-        send_left -= np.bincount(from_port, weights=share, minlength=num_send)
-        receive_left -= np.bincount(to_port, weights=share, minlength=num_receive)
-        send_flows -= np.bincount(from_port, minlength=num_send)
-        receive_flows -= np.bincount(to_port, minlength=num_receive)
-        still = np.flatnonzero(waits)
-        flow, send, receive = flow[still], send[still], receive[still]
+        from_here = send.compress(at_send <= at_receive * (1 + CLOSE))
+        to_here = receive.compress(at_receive <= at_send * (1 + CLOSE))
+        send_full = np.bincount(from_here, minlength=num_send) == send_flows
+        receive_full = np.bincount(to_here, minlength=num_receive) == receive_flows
+        full = send_full.take(send) | receive_full.take(receive)
+        now, still = np.flatnonzero(full), np.flatnonzero(~full)
+        share = np.minimum(at_send.take(now), at_receive.take(now))
+        rates[flow.take(now)] = share
+        out, into = send.take(now), receive.take(now)
+        send_left -= np.bincount(out, weights=share, minlength=num_send)
+        receive_left -= np.bincount(into, weights=share, minlength=num_receive)
+        send_flows -= np.bincount(out, minlength=num_send)
+        receive_flows -= np.bincount(into, minlength=num_receive)
+        flow, send, receive = flow.take(still), send.take(still), receive.take(still)
     return rates
 
 
