@@ -149,6 +149,52 @@ def test_audit_refuses_a_rail_that_is_not_eligible():
         audit(schedule, Demand(demand.owned, demand.bound, narrow))
 
 
+def test_audit_wants_stranded_bytes_divided_evenly():
+    """GPU 2's rail is not eligible; its 4 bytes go 2 and 2, not 1 and 3."""
+    eligible = torch.ones(2, 2, 3, dtype=torch.bool)
+    eligible[0, 1, 2] = eligible[1, 0, 2] = False
+    matrix = np.zeros((6, 6), dtype=int)
+    matrix[:3, 3] = 5, 1, 4
+    demand = Demand.of(matrix, Topology(2, 3, 3, eligible_rails=eligible))
+    schedule = SCHEDULERS["native"](demand)
+    assert schedule.transfer_bytes.tolist() == [7, 3]
+    with pytest.raises(ValueError, match=r"has \[5, 1, 4\] by rail and sends \[6, 4, 0\]"):
+        audit(dataclasses.replace(schedule, transfer_bytes=np.array([6, 4])), demand)
+
+
+def test_bound_takes_rows_and_columns_and_the_rails_there_are():
+    """Node 0 sends 12 to three nodes that receive 4 each; with node 3 in reach of one rail only."""
+    matrix = np.zeros((8, 8), dtype=int)
+    matrix[0, 2], matrix[0, 4], matrix[0, 6] = 4, 4, 4
+    assert bound_s(Demand.of(matrix, Topology(4, 2, 2)), 1.0) == 6
+    assert bound_s(Demand.of(matrix.T, Topology(4, 2, 2)), 1.0) == 6
+    eligible = torch.ones(4, 4, 2, dtype=torch.bool)
+    eligible[3, :, 1] = eligible[:, 3, 1] = False
+    matrix[0, 6] = 10
+    narrow = Demand.of(matrix, Topology(4, 2, 2, eligible_rails=eligible))
+    assert bound_s(narrow, 1.0) == 10
+
+
+def test_redistribution_counts_what_enters_a_busy_gpu():
+    """6 bytes leave rail 0's two GPUs, 3 each, and enter the one GPU of rail 1."""
+    matrix = np.zeros((6, 6), dtype=int)
+    matrix[0, 5] = 6
+    topo = Topology(2, 3, 2, rail_of_gpu=[0, 0, 1])
+    moves = SCHEDULERS["native"](Demand.of(matrix, topo), rail_rule="destination").before
+    assert moves.moved_bytes.tolist() == moves.port_bytes.tolist() == [[6, 0]]
+
+
+def test_schedulers_say_how_windows_follow():
+    demand = equal_pairs(Topology(3, 2, 2), 4)
+    say = {name: scheduler(demand) for name, scheduler in SCHEDULERS.items()}
+    assert {name for name, schedule in say.items() if schedule.granted} == {"permutation", "joint"}
+    assert {name for name, schedule in say.items() if schedule.paced} == {"rate"}
+    assert {
+        name: schedule.order for name, schedule in say.items() if schedule.order != "barrier"
+    } == {"fast": "pipelined"}
+    assert SCHEDULERS["joint"](demand, barrier=False).order == "free"
+
+
 def test_schedule_refuses_other_columns():
     good = SCHEDULERS["native"](equal_pairs(Topology(2, 1, 1), 5))
     with pytest.raises(TypeError, match="window must be int64 of shape"):

@@ -203,14 +203,27 @@ def test_pipelined_windows_redistribute_beside_transfers():
 
 
 def test_free_waves_wait_for_peers_only():
-    """Node 0: 5 to node 1, then 1 to node 2; node 1: 1 to node 2, then 4 to node 0.
+    """Node 0 sends 5 to node 1, then 1 to node 2; node 1 sends 1 to node 2, then 4 to node 0.
 
-    Wave 1 ends at 5, 1. Node 0 sends to 2 from 5 to 6 and node 1 to 0 from 5 (it receives until
-    then, but a NIC sends and receives at once: from 1) to 5.
+    Node 1 goes on at 1, while it still receives, and ends at 5; node 0 goes on at 5, ends at 6.
     """
     demand = Demand.of([[0, 5, 1], [4, 0, 1], [0, 0, 0]], Topology(3, 1, 1))
     assert seconds("joint", demand, Fabric(1.0)) == 5 + 4
     assert seconds("joint", demand, Fabric(1.0), barrier=False) == 6
+
+
+def test_free_waves_redistribute_in_turn():
+    """Node 0 owns 4 bytes for node 1 and 8 for node 2, all between GPUs 0; two rails.
+
+    Half of each changes rail, there and back: ready at 2, sent by 4, done at 6; ready at 2 + 4,
+    sent by 10, done at 14. With barriers 2 + 2 + 2 and 4 + 4 + 4.
+    """
+    matrix = np.zeros((6, 6), dtype=int)
+    matrix[0, 2], matrix[0, 4] = 4, 8
+    demand = Demand.of(matrix, Topology(3, 2, 2))
+    fabric = Fabric(1.0, nvlink_bytes_s=1.0)
+    assert seconds("joint", demand, fabric, barrier=False) == 14
+    assert seconds("joint", demand, fabric) == 18
 
 
 def free_by_hand(schedule, rate):

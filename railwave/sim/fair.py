@@ -56,6 +56,7 @@ def max_min_rates(
         receive_full = np.bincount(to_here, minlength=num_receive) == receive_flows
         full = send_full.take(send) | receive_full.take(receive)
         now, still = np.flatnonzero(full), np.flatnonzero(~full)
+        assert len(now), "the port with the smallest share is full"
         share = np.minimum(at_send.take(now), at_receive.take(now))
         rates[flow.take(now)] = share
         out, into = send.take(now), receive.take(now)
