@@ -92,6 +92,15 @@ def schedule_pairs(
         num_windows: W.
         start_us: `now_us()` when planning began.
         how: further fields of `Schedule`.
+
+    Example:
+        Node 0 sends all its 4 bytes by rail 1, though GPU 0 owns them.
+
+        >>> demand = Demand.of([[0, 0, 0, 4]] + [[0] * 4] * 3, Topology(2, 2, 2))
+        >>> parts = np.zeros((2, 2, 2), dtype=int); parts[0, 1, 1] = 4
+        >>> mine = schedule_pairs(demand, parts, np.zeros((2, 2), int), 1, now_us(), name="mine")
+        >>> mine.source_rail.tolist(), mine.before.moved_bytes.tolist()
+        ([1], [[4, 0]])
     """
     topo = demand.topo
     source, destination = np.nonzero(demand.between_nodes)

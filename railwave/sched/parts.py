@@ -44,17 +44,37 @@ def even_parts(amount: np.ndarray, eligible: np.ndarray, turn: np.ndarray) -> np
 
 
 def pair_turn(nodes: int) -> np.ndarray:
-    """Return (N, N) int64: s + d, where the remainder of pair (s, d) begins."""
+    """Return (N, N) int64: s + d, where the remainder of pair (s, d) begins.
+
+    Example:
+        >>> pair_turn(2).tolist()
+        [[0, 1], [1, 2]]
+    """
     return np.add.outer(np.arange(nodes), np.arange(nodes))
 
 
 def owned_by_rail(demand: Demand) -> np.ndarray:
-    """Return (N, N, R) int64, bytes of each node pair by the rail of the GPU that owns them."""
+    """Return (N, N, R) int64, bytes of each node pair by the rail of the GPU that owns them.
+
+    Example:
+        GPUs 0 and 1 of node 0 own 1 and 2 bytes for node 1; they share rail 0.
+
+        >>> matrix = np.zeros((6, 6), int); matrix[0, 3], matrix[1, 5] = 1, 2
+        >>> demand = Demand.of(matrix, Topology(2, 3, 2))
+        >>> owned_by_rail(demand)[0, 1].tolist(), bound_by_rail(demand)[0, 1].tolist()
+        ([3, 0], [1, 2])
+    """
     return _by_rail(demand.owned.transpose(0, 2, 1), demand.topo)
 
 
 def bound_by_rail(demand: Demand) -> np.ndarray:
-    """Return (N, N, R) int64, bytes of each node pair by the rail of the GPU they are bound for."""
+    """Return (N, N, R) int64, bytes of each node pair by the rail of the GPU they are bound for.
+
+    Example:
+        >>> demand = Demand.of([[0, 0, 0, 4]] + [[0] * 4] * 3, Topology(2, 2, 2))
+        >>> bound_by_rail(demand)[0, 1].tolist()
+        [0, 4]
+    """
     return _by_rail(demand.bound, demand.topo)
 
 

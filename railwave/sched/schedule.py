@@ -118,7 +118,12 @@ class Schedule:
 
 
 def sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Return (size,) int64, the sum of the values at each index: exact up to 2**53."""
+    """Return (size,) int64, the sum of the values at each index: exact up to 2**53.
+
+    Example:
+        >>> sum_by(np.array([2, 0, 2]), np.array([5, 6, 7]), 3).tolist()
+        [6, 0, 12]
+    """
     return np.bincount(index, weights=values, minlength=size).astype(np.int64)
 
 

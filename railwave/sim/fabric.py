@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 # a of the receiver efficiency 1 / (1 + a (f - 1)): none; as mild as the paper's replay (Figure
 # 2(c)); as severe as its Table 2. Read off those results, not fitted per scheduler.
@@ -49,6 +50,6 @@ class Fabric:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
 
-    def efficiency(self, num_senders):
+    def efficiency(self, num_senders: Any) -> Any:
         """Return 1 / (1 + a (f - 1)) for f senders, an int or an array of at least 1."""
         return 1 / (1 + self.incast * (num_senders - 1))

@@ -111,7 +111,9 @@ def finish_times(
 class _Flows:
     """Flows that have not ended (and some that have), sorted by component."""
 
-    def __init__(self, send, receive, amount, component) -> None:
+    def __init__(
+        self, send: np.ndarray, receive: np.ndarray, amount: np.ndarray, component: np.ndarray
+    ) -> None:
         self.flow = np.lexsort((receive, send, component))
         self.send, self.receive = send[self.flow], receive[self.flow]
         _, self.component = np.unique(component[self.flow], return_inverse=True)

@@ -27,7 +27,8 @@ class Result:
     received_bytes: np.ndarray  # (N, R) int64, by receiving NIC
     rail_share: np.ndarray  # (R,) float64, each rail's part of all bytes; zeros without any
     send_busy: np.ndarray  # (N, R) float64, each NIC's mean use while sending, of its line rate
-    algbw_gbs: float  # bytes between nodes / (GPUs * time), in 1e9 bytes/s; 0 without any
+    # Bytes between nodes / (GPUs * time), in 1e9 bytes/s: a demand has none within nodes.
+    algbw_gbs: float
     busbw_gbs: float  # algbw * (ranks - 1) / ranks, as nccl-tests has it
 
 
@@ -96,7 +97,14 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
     return _result(schedule, fabric, float(time_s), window_s, before_s, after_s)
 
 
-def _result(schedule, fabric, time_s, window_s, before_s, after_s) -> Result:
+def _result(
+    schedule: Schedule,
+    fabric: Fabric,
+    time_s: float,
+    window_s: np.ndarray,
+    before_s: np.ndarray,
+    after_s: np.ndarray,
+) -> Result:
     sent, total = schedule.sent_bytes, int(schedule.transfer_bytes.sum())
     ranks = schedule.topo.num_ranks
     algbw_gbs = total / (ranks * time_s) / 1e9 if total else 0.0
@@ -148,7 +156,14 @@ def _load(schedule: Schedule, port: np.ndarray, shape: tuple[int, int]) -> tuple
     return load.max(axis=1), flows.max(axis=1)
 
 
-def _fluid(schedule, fabric, chosen, send, receive, ports) -> tuple[np.ndarray, np.ndarray]:
+def _fluid(
+    schedule: Schedule,
+    fabric: Fabric,
+    chosen: np.ndarray,
+    send: np.ndarray,
+    receive: np.ndarray,
+    ports: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Follow the flows of some transfers; return (flows,) windows and end times."""
     window = schedule.window[chosen]
     key = (window * ports + send[chosen]) * ports + receive[chosen]
