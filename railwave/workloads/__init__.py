@@ -1,16 +1,33 @@
-"""Routing to run railwave on: made up with a chosen skew, or drawn from recorded expert counts."""
+"""What to run railwave on: routing, expert loads and demands, made up or recorded."""
 
+from railwave.workloads.presets import PRESETS, Preset, preset
+from railwave.workloads.records import RECORD_BYTES, apportion, deal
+from railwave.workloads.replay import PATTERNS, Replay, expert_bins, replay, replay_windows
 from railwave.workloads.routing import Routing, skewed_routing
 from railwave.workloads.tokens import subsample, tokens_from_counts
 from railwave.workloads.trace import generate_trace, list_iterations, read_counts, write_counts
+from railwave.workloads.ultraep import ULTRAEP_CASES, ultraep_demand
 
 __all__ = [
+    "PATTERNS",
+    "PRESETS",
+    "RECORD_BYTES",
+    "ULTRAEP_CASES",
+    "Preset",
+    "Replay",
     "Routing",
+    "apportion",
+    "deal",
+    "expert_bins",
     "generate_trace",
     "list_iterations",
+    "preset",
     "read_counts",
+    "replay",
+    "replay_windows",
     "skewed_routing",
     "subsample",
     "tokens_from_counts",
+    "ultraep_demand",
     "write_counts",
 ]
