@@ -1,6 +1,5 @@
 """Workloads: skewed routing, the trace format, and tokens drawn from counts."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,10 @@ from railwave.workloads import (
 )
 from railwave.workloads import tokens as tokens_module
 from railwave.workloads.routing import distinct_experts, zipf_log_popularity
+from traces import REAL_TRACE, needs_real_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 seeds = st.integers(0, 2**63 - 1)
-
-
-def find_real_trace():
-    places = [os.environ.get("RAILWAVE_TRACE"), ROOT.parent / "shared" / "data" / "smartmoe"]
-    for place in places:
-        if place and (Path(place) / "table_iter501_rank0.log").is_file():
-            return Path(place)
-    return None
-
-
-REAL_TRACE = find_real_trace()
-needs_real_trace = pytest.mark.skipif(
-    REAL_TRACE is None, reason="no SmartMoE trace in RAILWAVE_TRACE or ../shared/data/smartmoe"
-)
 
 
 def assert_distinct(topk_idx):

@@ -1,5 +1,7 @@
 """What to run railwave on: routing, expert loads and demands, made up or recorded."""
 
+from railwave.workloads.demands import demand_from_counts, demand_from_routing, trace_demand
+from railwave.workloads.popularity import hot_routing, zipf_routing
 from railwave.workloads.presets import PRESETS, Preset, preset
 from railwave.workloads.records import RECORD_BYTES, apportion, deal
 from railwave.workloads.replay import PATTERNS, Replay, expert_bins, replay, replay_windows
@@ -18,8 +20,11 @@ __all__ = [
     "Routing",
     "apportion",
     "deal",
+    "demand_from_counts",
+    "demand_from_routing",
     "expert_bins",
     "generate_trace",
+    "hot_routing",
     "list_iterations",
     "preset",
     "read_counts",
@@ -28,6 +33,8 @@ __all__ = [
     "skewed_routing",
     "subsample",
     "tokens_from_counts",
+    "trace_demand",
     "ultraep_demand",
     "write_counts",
+    "zipf_routing",
 ]

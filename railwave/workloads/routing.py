@@ -8,6 +8,7 @@ Shapes: T tokens of a rank, K top-k, E experts, G GPUs a node.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -62,6 +63,37 @@ def skewed_routing(
         >>> [len(topk_idx) for topk_idx in routing.topk_idx]
         [8, 4, 4, 8]
     """
+    skew = check_skew(skew, "skew")
+    return draw_routing(
+        num_ranks,
+        num_tokens,
+        num_experts,
+        top_k,
+        gpus_per_node=gpus_per_node,
+        source_skew=skew,
+        log_popularity=lambda order: zipf_log_popularity(order, skew / 2),
+        seed=seed,
+    )
+
+
+def draw_routing(
+    num_ranks: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    gpus_per_node: int,
+    source_skew: float,
+    log_popularity: Callable[[torch.Tensor], torch.Tensor],
+    seed: int,
+) -> Routing:
+    """Draw routing with source_skew as the skew of `skewed_routing`, and any popularity of experts.
+
+    Args:
+        log_popularity: turns a (E,) int64 permutation of the experts, drawn first of all from the
+            seed, into their (E,) float64 log popularities.
+        num_ranks, num_tokens, num_experts, top_k, gpus_per_node, seed: as `skewed_routing`.
+    """
     num_ranks = check_positive_int(num_ranks, "num_ranks")
     num_tokens = check_non_negative_int(num_tokens, "num_tokens")
     num_experts = check_positive_int(num_experts, "num_experts")
@@ -74,20 +106,14 @@ def skewed_routing(
         raise ValueError(
             f"num_ranks must be a multiple of gpus_per_node ({gpus_per_node}), got {num_ranks}"
         )
-    if not isinstance(skew, Real):
-        raise TypeError(f"skew must be a number, got {skew!r}")
-    if not (math.isfinite(skew) and skew >= 0):
-        raise ValueError(f"skew must be finite and at least 0, got {skew}")
-
-    popularity_order = torch.randperm(num_experts, generator=generator)
-    log_popularity = zipf_log_popularity(popularity_order, skew / 2)
+    popularity = log_popularity(torch.randperm(num_experts, generator=generator))
     topk_idx, topk_weights = [], []
     for rank in range(num_ranks):
         node, local = divmod(rank, gpus_per_node)
         position = (local - node) % gpus_per_node
-        num_owned = int(num_tokens * float(position + 1) ** -skew)
+        num_owned = int(num_tokens * float(position + 1) ** -source_skew)
         uniform = torch.rand(num_owned, num_experts, dtype=torch.float64, generator=generator)
-        topk_idx.append(distinct_experts(uniform, log_popularity, top_k))
+        topk_idx.append(distinct_experts(uniform, popularity, top_k))
         logits = torch.randn(num_owned, top_k, generator=generator)
         topk_weights.append(torch.softmax(logits, dim=1))
     return Routing(topk_idx, topk_weights)
@@ -145,3 +171,12 @@ def make_generator(seed: int) -> torch.Generator:
     if seed >= 2**63:
         raise ValueError(f"seed must be below 2**63, got {seed}")
     return torch.Generator().manual_seed(seed)
+
+
+def check_skew(value: float, name: str) -> float:
+    """Return value, a finite number of at least 0."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    return value
