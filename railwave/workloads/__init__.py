@@ -1,6 +1,9 @@
 """What to run railwave on: routing, expert loads and demands, made up or recorded."""
 
 from railwave.workloads.demands import demand_from_counts, demand_from_routing, trace_demand
+from railwave.workloads.load_files import read_loads
+from railwave.workloads.loads import FIGURE_8_SHARES, bin_shares, standin_loads
+from railwave.workloads.placement import Placement
 from railwave.workloads.popularity import hot_routing, zipf_routing
 from railwave.workloads.presets import PRESETS, Preset, preset
 from railwave.workloads.records import RECORD_BYTES, apportion, deal
@@ -11,14 +14,17 @@ from railwave.workloads.trace import generate_trace, list_iterations, read_count
 from railwave.workloads.ultraep import ULTRAEP_CASES, ultraep_demand
 
 __all__ = [
+    "FIGURE_8_SHARES",
     "PATTERNS",
     "PRESETS",
     "RECORD_BYTES",
     "ULTRAEP_CASES",
+    "Placement",
     "Preset",
     "Replay",
     "Routing",
     "apportion",
+    "bin_shares",
     "deal",
     "demand_from_counts",
     "demand_from_routing",
@@ -28,9 +34,11 @@ __all__ = [
     "list_iterations",
     "preset",
     "read_counts",
+    "read_loads",
     "replay",
     "replay_windows",
     "skewed_routing",
+    "standin_loads",
     "subsample",
     "tokens_from_counts",
     "trace_demand",
