@@ -16,8 +16,10 @@ from railwave.workloads import (
     hot_routing,
     list_iterations,
     read_counts,
+    read_iteration,
     skewed_routing,
     trace_demand,
+    trace_demands,
     zipf_routing,
 )
 from traces import REAL_TRACE, needs_real_trace
@@ -158,6 +160,52 @@ def test_real_trace_on_four_by_four(layer):
         of_gpu = counts.view(4, 4, 4, 4, 2).sum(dim=4).numpy()  # node, GPU, node, GPU
         assert demand.owned[1, 2, 3] == of_gpu[1, 2, 3].sum() * 14336
         assert demand.bound[1, 3, 2] == of_gpu[1, :, 3, 2].sum() * 14336
+
+
+@needs_real_trace
+def test_a_whole_iteration_is_what_its_parts_are():
+    topo = Topology(4, 4, 4)
+    tables = read_iteration(REAL_TRACE, 501)
+    demands = trace_demands(REAL_TRACE, 501, topo)
+    places = [(layer, micro_batch) for layer in range(24) for micro_batch in range(4)]
+    assert list(tables) == list(demands) == places
+    for layer, micro_batch in [(0, 0), (9, 3), (23, 1)]:
+        counts = read_counts(REAL_TRACE, 501, layer, micro_batch=micro_batch)
+        assert torch.equal(tables[layer, micro_batch], counts)
+        one = trace_demand(REAL_TRACE, 501, layer, topo, micro_batch=micro_batch)
+        other = demands[layer, micro_batch]
+        assert (one.owned == other.owned).all() and (one.bound == other.bound).all()
+
+
+def test_read_iteration_by_hand(tmp_path):
+    (tmp_path / "table_iter1_rank0.log").write_text("7:[[1.0]]\n2:[[3.0, 1.0], [5.0, 6.0]]\n")
+    (tmp_path / "table_iter1_rank1.log").write_text("2:[[0.0, 4.0], [7.0, 8.0]]\n7:[[2.0]]\n")
+    tables = read_iteration(tmp_path, 1)
+    assert {place: table.tolist() for place, table in tables.items()} == {
+        (2, 0): [[3, 1], [0, 4]],
+        (2, 1): [[5, 6], [7, 8]],
+        (7, 0): [[1], [2]],
+    }
+    assert list(tables) == [(2, 0), (2, 1), (7, 0)]
+    with pytest.raises(ValueError, match="iteration must be one of"):
+        read_iteration(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("0:[[1.0, 1.0]]\n1:[[1.0]]", r"\(1, 0\) 0 experts for rank 0 and 1 in .*rank1.log"),
+        ("0:[[1.0, 1.0], [1.0, 1.0]]", r"\(0, 1\) 0 experts for rank 0 and 2 in .*rank1.log"),
+        ("0:[[1.0]]", r"\(0, 0\) 2 experts for rank 0 and 1 in .*rank1.log"),
+        ("", r"\(0, 0\) 2 experts for rank 0 and 0 in .*rank1.log"),
+        ("0:[[x]]", r"rank1.log, line 1: "),
+    ],
+)
+def test_read_iteration_refuses(tmp_path, line, message):
+    (tmp_path / "table_iter1_rank0.log").write_text("0:[[1.0, 2.0]]\n")
+    (tmp_path / "table_iter1_rank1.log").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        read_iteration(tmp_path, 1)
 
 
 # Routing with two skews

@@ -1,8 +1,14 @@
 """What to run railwave on: routing, expert loads and demands, made up or recorded."""
 
-from railwave.workloads.demands import demand_from_counts, demand_from_routing, trace_demand
+from railwave.workloads.demands import (
+    demand_from_counts,
+    demand_from_routing,
+    trace_demand,
+    trace_demands,
+)
 from railwave.workloads.load_files import read_loads
 from railwave.workloads.loads import FIGURE_8_SHARES, bin_shares, standin_loads
+from railwave.workloads.made_trace import generate_trace
 from railwave.workloads.placement import Placement
 from railwave.workloads.popularity import hot_routing, zipf_routing
 from railwave.workloads.presets import PRESETS, Preset, preset
@@ -10,7 +16,12 @@ from railwave.workloads.records import RECORD_BYTES, apportion, deal
 from railwave.workloads.replay import PATTERNS, Replay, expert_bins, replay, replay_windows
 from railwave.workloads.routing import Routing, skewed_routing
 from railwave.workloads.tokens import subsample, tokens_from_counts
-from railwave.workloads.trace import generate_trace, list_iterations, read_counts, write_counts
+from railwave.workloads.trace import (
+    list_iterations,
+    read_counts,
+    read_iteration,
+    write_counts,
+)
 from railwave.workloads.ultraep import ULTRAEP_CASES, ultraep_demand
 
 __all__ = [
@@ -34,6 +45,7 @@ __all__ = [
     "list_iterations",
     "preset",
     "read_counts",
+    "read_iteration",
     "read_loads",
     "replay",
     "replay_windows",
@@ -42,6 +54,7 @@ __all__ = [
     "subsample",
     "tokens_from_counts",
     "trace_demand",
+    "trace_demands",
     "ultraep_demand",
     "write_counts",
     "zipf_routing",

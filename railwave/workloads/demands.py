@@ -15,7 +15,7 @@ from railwave._check import check_index, check_positive_int
 from railwave.sched import Demand
 from railwave.topology import Topology
 from railwave.workloads.records import RECORD_BYTES, check_records, in_bytes
-from railwave.workloads.trace import read_counts
+from railwave.workloads.trace import read_counts, read_iteration
 
 COUNTED = ("record", "row")
 
@@ -157,6 +157,33 @@ def trace_demand(
         GPUs, 1 record from node 0 to node 1 and 2 back.
     """
     counts = read_counts(folder, iteration, layer, micro_batch=micro_batch)
+    return _demand_of_trace(counts, topo, folder, record_bytes)
+
+
+def trace_demands(
+    folder: str | os.PathLike, iteration: int, topo: Topology, *, record_bytes: int = RECORD_BYTES
+) -> dict[tuple[int, int], Demand]:
+    """Read what `trace_demand` returns for every (layer, micro-batch) of an iteration, ascending.
+
+    Each file is read once.
+
+    Args:
+        folder, iteration, topo, record_bytes: as `trace_demand`.
+
+    Raises:
+        FileNotFoundError, TypeError, ValueError: as `read_iteration` and `trace_demand`.
+
+    Example: the trace of `trace_demand`'s example gives a dict with the one key (0, 0).
+    """
+    return {
+        place: _demand_of_trace(counts, topo, folder, record_bytes)
+        for place, counts in read_iteration(folder, iteration).items()
+    }
+
+
+def _demand_of_trace(
+    counts: torch.Tensor, topo: Topology, folder: str | os.PathLike, record_bytes: int
+) -> Demand:
     if len(counts) != topo.num_ranks:
         raise ValueError(
             f"topo must have the {len(counts)} ranks of the trace in {folder}, got {topo.num_ranks}"

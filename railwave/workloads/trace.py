@@ -13,11 +13,9 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from railwave._check import check_non_negative_int, check_positive_int
-from railwave.workloads.routing import distinct_experts, zipf_log_popularity
+from railwave._check import check_non_negative_int
 from railwave.workloads.tokens import MAX_COUNT, check_counts
 
 _FILE_NAME = re.compile(r"table_iter(0|[1-9][0-9]*)_rank(0|[1-9][0-9]*)\.log")
@@ -81,6 +79,35 @@ def read_counts(
     return torch.tensor(rows, dtype=torch.int64)
 
 
+def read_iteration(
+    folder: str | os.PathLike, iteration: int
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Read what `read_counts` returns for every (layer, micro-batch) of an iteration, ascending.
+
+    Each file is read once.
+
+    Raises:
+        FileNotFoundError, TypeError, ValueError: as `read_counts`, or ranks differ in what they
+            hold.
+
+    Example: files with the lines `0:[[3.0, 1.0]]` (rank 0) and `0:[[0.0, 4.0]]` (rank 1) give
+        {(0, 0): [[3, 1], [0, 4]]}.
+    """
+    ranks: list[dict[tuple[int, int], list[int]]] = []
+    for path in _files_of_iteration(folder, check_non_negative_int(iteration, "iteration")):
+        tables = sorted(_read_layers(path).items())
+        ranks.append({(layer, m): row for layer, table in tables for m, row in enumerate(table)})
+        wanted, sizes = ({p: len(row) for p, row in r.items()} for r in (ranks[0], ranks[-1]))
+        if sizes != wanted:
+            place = min(p for p in wanted.keys() | sizes.keys() if wanted.get(p) != sizes.get(p))
+            raise ValueError(
+                "ranks must have the same layers, micro-batches and experts, got for (layer, "
+                f"micro-batch) {place} {wanted.get(place, 0)} experts for rank 0 and "
+                f"{sizes.get(place, 0)} in {path}"
+            )
+    return {place: torch.tensor([rows[place] for rows in ranks]) for place in ranks[0]}
+
+
 def write_counts(folder: str | os.PathLike, iteration: int, counts: torch.Tensor) -> None:
     """Write the counts of one iteration, a file a rank; layers are numbered from 0.
 
@@ -116,58 +143,6 @@ def write_counts(folder: str | os.PathLike, iteration: int, counts: torch.Tensor
         lines = [f"{layer}:{json.dumps(table)}\n" for layer, table in enumerate(layers)]
         path = folder / f"table_iter{iteration}_rank{rank}.log"
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
-
-
-def generate_trace(
-    folder: str | os.PathLike,
-    *,
-    ranks: int = 8,
-    layers: int = 3,
-    micro_batches: int = 2,
-    experts: int = 16,
-    tokens: int = 128,
-    top_k: int = 2,
-    iteration: int = 1,
-    seed: int = 0,
-) -> None:
-    """Write a small made-up trace: popular experts differ per layer, ranks differ mildly.
-
-    With its defaults it writes the files of examples/trace. Each row sums to tokens * top_k, and no
-    count exceeds tokens.
-
-    Args:
-        folder: where to write, as in `write_counts`.
-        ranks, layers, micro_batches, experts: the shape of the counts.
-        tokens: tokens of one rank in one micro-batch.
-        top_k: distinct experts of a token, at most experts.
-        iteration: I in the file names.
-        seed: in [0, 2**32), the same seed gives the same files.
-
-    Raises:
-        TypeError: a size is not an integer.
-        ValueError: a size is below 1 or top_k above experts; and those of `write_counts`.
-
-    Example: generate_trace("trace", ranks=2, layers=1) writes two files of one line.
-    """
-    sizes = dict(ranks=ranks, layers=layers, micro_batches=micro_batches, experts=experts)
-    for name, value in dict(sizes, tokens=tokens, top_k=top_k).items():
-        check_positive_int(value, name)
-    if top_k > experts:
-        raise ValueError(f"top_k must be at most experts ({experts}), got {top_k}")
-    # numpy promises that RandomState's numbers never change; torch promises nothing of its own.
-    random = np.random.RandomState(seed)
-    orders = [torch.from_numpy(random.permutation(experts)) for _ in range(layers)]
-    counts = torch.zeros(ranks, layers, micro_batches, experts, dtype=torch.int64)
-    for rank in range(ranks):
-        for layer in range(layers):
-            taste = torch.from_numpy(random.uniform(-0.25, 0.25, experts))
-            log_popularity = zipf_log_popularity(orders[layer], 1.0) + taste
-            for micro_batch in range(micro_batches):
-                uniform = torch.from_numpy(random.random_sample((tokens, experts)))
-                topk_idx = distinct_experts(uniform, log_popularity, top_k)
-                row = torch.bincount(topk_idx.flatten(), minlength=experts)
-                counts[rank, layer, micro_batch] = row
-    write_counts(folder, iteration, counts)
 
 
 def _trace_files(folder: str | os.PathLike) -> dict[int, dict[int, Path]]:
