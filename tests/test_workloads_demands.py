@@ -261,7 +261,7 @@ def test_hot_experts_take_their_share_of_first_choices():
         first = counts_of([topk_idx[:, :1] for topk_idx in routing.topk_idx])
         shares = first.sort(descending=True).values / first.sum()
         # 0.3 each, deviation below 0.016 for 900 tokens; the others 0.4 / 14 = 0.029.
-        assert ((shares[:2] - 0.3).abs() < 0.08).all() and shares[2] < 0.06
+        assert ((shares[:2] - 0.3).abs() < 0.055).all() and shares[2] < 0.06
         for topk_idx in routing.topk_idx:
             in_order = topk_idx.sort(dim=1).values
             assert (in_order[:, 1:] != in_order[:, :-1]).all()

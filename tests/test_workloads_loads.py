@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from railwave import workloads
 from railwave.topology import Topology
 from railwave.workloads import (
     FIGURE_8_SHARES,
@@ -21,6 +22,14 @@ from railwave.workloads import (
     replay,
     standin_loads,
 )
+
+
+def test_every_public_function_has_an_example():
+    for name in workloads.__all__:
+        thing = getattr(workloads, name)
+        if callable(thing) and not isinstance(thing, type):
+            assert "Example:" in thing.__doc__, name
+
 
 # The stand-in
 

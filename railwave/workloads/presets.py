@@ -34,7 +34,7 @@ class Preset:
             rate = getattr(self, name)
             if isinstance(rate, bool) or not isinstance(rate, Real):
                 raise TypeError(f"{name} must be a number, got {rate!r}")
-            if not (math.isfinite(rate) and rate > 0):
+            if not 0 < float(rate) < math.inf:
                 raise ValueError(f"{name} must be finite and above 0, got {rate}")
 
 

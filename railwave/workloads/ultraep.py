@@ -37,7 +37,8 @@ def ultraep_demand(
       its GPUs.
     - R: the sources' shares are equal, and each is owned, evenly, by the GPUs of rails 0 to
       hot_rails - 1 alone, the same in every node: the busiest rail has R / hot_rails times the
-      mean. With 2 of 8 that is 4; the published times of Permutation rule out 8 (one rail).
+      mean. With 2 of 8 that is 4. One rail, 8, would need longer at 25 GB/s than the published
+      times of Permutation.
     - Both: bound evenly for the GPUs of node 0, as routing is uniform over its experts. So a rail
       chosen by the destination's index is even here, and one chosen by the source's is not in R.
 
