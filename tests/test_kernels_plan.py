@@ -25,6 +25,7 @@ from heaps import (
 from railwave.sched import match_ref
 
 count, notify, quota, match = KERNELS.count, KERNELS.notify, KERNELS.quota, KERNELS.match
+describe = KERNELS.describe
 PlanTables = quota.PlanTables
 
 shifts = st.sampled_from([0, FAR])
@@ -440,3 +441,45 @@ def test_arrivals_example():
     plan = run_arrivals(config, messages, me=1)
     assert plan.row_start[:, 0].tolist() == [0, 2, 2]
     assert plan.received.tolist() == [7, 7]
+
+
+# describe
+
+
+def run_describe(config, records, windows, record_bytes):
+    """Check `describe` against the host's functions; return the three numbers."""
+    S, tables = config.shape, config.tables
+    # As notify has them: a part of each message.
+    messages = pattern(S.N * S.G, S.NOTIFY_WORDS)
+    messages[:, 1 : 1 + S.N] = records
+    out = pattern(3, dtype=torch.float64)
+    where = {"record_bytes": record_bytes, "shape": S}
+    describe.describe(out, messages[:, 1 : 1 + S.N], windows, tables.rail_gpus, **where)
+    want = describe.describe_ref(records, windows, tables.rail_of_gpu, **where)
+    assert out.tolist() == want
+    return want
+
+
+@settings(max_examples=40)
+@given(
+    seeds,
+    *(st.integers(1, 5), st.sampled_from([1, 2, 3, 8]), st.integers(1, 4), st.integers(0, 3)),
+    *(st.sampled_from([0, 2, 4096]), st.data()),
+)
+def test_describe_is_what_the_host_computes(_, N, G, R, num_windows, most, data):
+    rails = data.draw(st.lists(st.integers(0, R - 1), min_size=G, max_size=G))
+    config = make_config(N, G, R, rail_of_gpu=rails, max_tokens_per_rank=9)
+    records = torch.randint(0, most + 1, (N * G, N)).int()
+    windows = torch.randint(0, 2, (num_windows, N, N)).to(torch.int8)
+    windows[:, torch.arange(N), torch.arange(N)] = 0
+    run_describe(config, records, windows, data.draw(st.sampled_from([1, 14448])))
+
+
+def test_describe_example():
+    config = make_config(2, 2, 2)
+    records = torch.tensor([[99, 6], [0, 0], [1, 0], [1, 99]]).int()
+    both = 1 - torch.eye(2).to(torch.int8)
+    assert run_describe(config, records, both[None], 10) == [20.0, 3.0, 1.5]
+    waves = torch.tensor([[[0, 1], [0, 0]], [[0, 0], [1, 0]]]).to(torch.int8)
+    assert run_describe(config, records, waves, 10) == [20.0, 3.0, 2.0]
+    assert run_describe(config, records * 0, both[None], 10) == [0.0, 1.0, 1.0]

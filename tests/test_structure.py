@@ -51,6 +51,7 @@ KERNEL_LAYERS = [
     "wire",
     "count",
     "notify",
+    "describe",
     "quota",
     "match",
     "pack",

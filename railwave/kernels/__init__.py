@@ -12,7 +12,10 @@ import sys
 from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 
-OPS = ("count", "notify", "quota", "match", "pack", "wire", "unpack", "reduce", "combine")
+OPS = (
+    *("count", "notify", "describe", "quota", "match"),
+    *("pack", "wire", "unpack", "reduce", "combine"),
+)
 
 _INTERPRETED = f"{__name__}.interpreted"
 

@@ -92,6 +92,14 @@ if INTERPRET:
         """Return the scalar x, or the bound that it passes."""
         return low if x < low else high if x > high else x
 
+    def ratio(a, b):
+        """Return a / b of two integers below 2**53, in float64."""
+        return float(a) / float(b)
+
+    def f64(x):
+        """Return a scalar as a float64 tensor, for a store: a Python float would be a float32."""
+        return tl.full((), x, tl.float64)
+
     def clock_ns():
         """Return a monotonic time in nanoseconds."""
         return time.monotonic_ns()
@@ -111,6 +119,16 @@ else:
     def clamp(x, low, high):
         """Return the scalar x, or the bound that it passes."""
         return tl.minimum(tl.maximum(x, low), high)
+
+    @triton.jit
+    def ratio(a, b):
+        """Return a / b of two integers below 2**53, in float64."""
+        return tl.cast(a, tl.float64) / tl.cast(b, tl.float64)
+
+    @triton.jit
+    def f64(x):
+        """Return a scalar as a float64 tensor."""
+        return tl.cast(x, tl.float64)
 
     @triton.jit
     def clock_ns():
