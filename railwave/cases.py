@@ -122,7 +122,9 @@ def replay_case(
         for t, rank_seed in zip(drawn, seeds, strict=True)
     ]
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.softmax(torch.randn(t.shape, generator=generator), dim=1) for t in kept]
+    weights = [
+        torch.softmax(torch.randn(t.shape, generator=generator, device="cpu"), dim=1) for t in kept
+    ]
     xs = _random_tokens([len(t) for t in kept], hidden, seed=seed)
     note = (
         f"counts of {num_ranks} ranks x {num_experts} experts reproduced exactly; "
@@ -135,4 +137,6 @@ def _random_tokens(num_tokens: list[int], hidden: int, *, seed: int) -> list[tor
     """Draw (T, H) bfloat16 tokens per rank, standard normal."""
     hidden = check_positive_int(hidden, "hidden")
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(t, hidden, generator=generator).bfloat16() for t in num_tokens]
+    return [
+        torch.randn(t, hidden, generator=generator, device="cpu").bfloat16() for t in num_tokens
+    ]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from railwave import Topology, workloads
 from railwave.workloads import (
     generate_trace,
     list_iterations,
@@ -389,3 +390,35 @@ def test_real_file_is_written_back_byte_for_byte(tmp_path):
     )
     write_counts(tmp_path, 501, counts)
     assert (tmp_path / name).read_bytes() == real
+
+
+def test_a_default_device_of_the_caller_plays_no_part(tmp_path):
+    """As after `torch.set_default_device("cuda")`; meta tensors hold no values."""
+    loads = tmp_path / "loads.csv"
+    loads.write_text("3,1,0,4\n")
+    sizes, counts = {"gpus_per_node": 2, "seed": 0}, torch.tensor([3, 1, 2, 2])
+
+    def run():
+        topo = Topology(4, 2, 2)
+        routing = workloads.skewed_routing(8, 4, 16, 2, skew=1.0, **sizes)
+        hot = workloads.hot_routing(8, 4, 16, 2, hot_share=0.5, **sizes)
+        tokens = workloads.tokens_from_counts(counts, 2, seed=0)
+        placement = workloads.Placement.of([[0, 1, 0]], num_logical=2)
+        demands = (
+            workloads.demand_from_routing(routing.topk_idx, topo, num_experts=16),
+            workloads.demand_from_counts([[1, 2, 3, 4, 5, 6, 7, 8]] * 8, topo),
+            workloads.replay("extreme", [4, 3, 2, 1], topo).demand,
+            workloads.ultraep_demand("R28", topo),
+        )
+        return [
+            *(t.tolist() for t in (*routing.topk_idx, *hot.topk_weights, tokens)),
+            workloads.subsample(tokens, 2, seed=0).tolist(),
+            placement.physical_loads([3, 4], layer=0).tolist(),
+            workloads.standin_loads(seed=0, layers=2, experts=16).tolist(),
+            workloads.read_loads(loads).tolist(),
+            *(demand.owned.tolist() for demand in demands),
+        ]
+
+    want = run()
+    with torch.device("meta"):
+        assert run() == want

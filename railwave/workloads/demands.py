@@ -78,7 +78,8 @@ def demand_from_routing(
         )
     W = topo.num_ranks
     to_rank = _expert_to_rank(expert_to_rank, num_experts, W)
-    units = torch.zeros(W, W, dtype=torch.int64)  # by owner and by the rank they are bound for
+    # By owner and by the rank they are bound for.
+    units = torch.zeros(W, W, dtype=torch.int64, device="cpu")
     for source, table in enumerate(topk_idx):
         experts = _checked_experts(table, len(to_rank), f"topk_idx[{source}]")
         rank = torch.where(experts < 0, -1, to_rank[experts])
@@ -129,7 +130,7 @@ def demand_from_counts(
     if table.shape[0] != W or not table.shape[1]:
         raise ValueError(f"counts must be of shape ({W}, experts), got {tuple(table.shape)}")
     to_rank = _expert_to_rank(expert_to_rank, table.shape[1], W)
-    units = torch.zeros(W, W, dtype=torch.int64).index_add_(1, to_rank, table)
+    units = torch.zeros(W, W, dtype=torch.int64, device="cpu").index_add_(1, to_rank, table)
     return Demand.of(in_bytes(units, record_bytes), topo)
 
 
@@ -195,21 +196,21 @@ def _expert_to_rank(given: Any, num_experts: int, num_ranks: int) -> torch.Tenso
     """Return the (E,) rank of each expert."""
     num_experts = check_positive_int(num_experts, "num_experts")
     if given is None:
-        return torch.arange(num_experts) * num_ranks // num_experts
+        return torch.arange(num_experts, device="cpu") * num_ranks // num_experts
     ranks = list(given.tolist() if isinstance(given, torch.Tensor) else given)
     if len(ranks) != num_experts:
         raise ValueError(
             f"expert_to_rank must have one rank per expert ({num_experts}), got {len(ranks)}"
         )
     checked = [check_index(r, num_ranks, f"expert_to_rank[{e}]") for e, r in enumerate(ranks)]
-    return torch.tensor(checked, dtype=torch.int64)
+    return torch.tensor(checked, dtype=torch.int64, device="cpu")
 
 
 def _checked_experts(table: Any, num_experts: int, name: str) -> torch.Tensor:
     """Return a (T, K) int64 table of experts in [-1, E)."""
-    experts = torch.as_tensor(table)
+    experts = torch.as_tensor(table, device="cpu")
     if experts.numel() == 0 and experts.ndim == 1:
-        return torch.zeros(0, 1, dtype=torch.int64)
+        return torch.zeros(0, 1, dtype=torch.int64, device="cpu")
     if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
         raise TypeError(f"{name} must be integers of shape (tokens, top_k), got {experts.dtype}")
     if experts.ndim != 2:

@@ -56,7 +56,7 @@ def read_loads(path: str | os.PathLike) -> torch.Tensor:
                 f"{path}, {place}: layers must have the same number of experts, "
                 f"got {len(row)} and {len(first)} in {first_place}"
             )
-    return torch.tensor([row for _, row in rows], dtype=torch.int64)
+    return torch.tensor([row for _, row in rows], dtype=torch.int64, device="cpu")
 
 
 def _rows_of_csv(text: str, path: Path) -> list[tuple[str, list[int]]]:

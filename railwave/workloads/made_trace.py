@@ -54,7 +54,7 @@ def generate_trace(
     # numpy promises that RandomState's numbers never change; torch promises nothing of its own.
     random = np.random.RandomState(seed)
     orders = [torch.from_numpy(random.permutation(experts)) for _ in range(layers)]
-    counts = torch.zeros(ranks, layers, micro_batches, experts, dtype=torch.int64)
+    counts = torch.zeros(ranks, layers, micro_batches, experts, dtype=torch.int64, device="cpu")
     for rank in range(ranks):
         for layer in range(layers):
             taste = torch.from_numpy(random.uniform(-0.25, 0.25, experts))

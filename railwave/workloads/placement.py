@@ -111,7 +111,7 @@ class Placement:
             [[2, 0, 1], [0, 9, 1]]
         """
         layer = check_index(layer, len(self.logcnt), "layer")
-        ndim = torch.as_tensor(loads).ndim
+        ndim = torch.as_tensor(loads, device="cpu").ndim
         if ndim not in (1, 2):
             raise ValueError(f"loads must have 1 or 2 dimensions, got {ndim}")
         table = check_records(loads, None, "loads", ndim=ndim)
@@ -121,7 +121,7 @@ class Placement:
                 f"loads must be of {num_logical} logical experts, got {table.shape[-1]}"
             )
         by_source = table.view(-1, num_logical)
-        physical = torch.zeros(len(by_source), num_physical, dtype=torch.int64)
+        physical = torch.zeros(len(by_source), num_physical, dtype=torch.int64, device="cpu")
         for expert, copies in enumerate(self.logcnt[layer].tolist()):
             replicas = self.log2phy[layer, expert, :copies]
             physical[:, replicas] = deal(by_source[:, expert], copies)
@@ -152,7 +152,7 @@ class Placement:
 def _integers(value: Any, name: str) -> torch.Tensor:
     """Return value as a new int64 CPU tensor; -1 is allowed, unlike in `check_counts`."""
     try:
-        table = torch.as_tensor(value)
+        table = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be integers, got {type(value).__name__}: {error}") from None
     if table.is_floating_point() or table.is_complex() or table.dtype == torch.bool:

@@ -122,7 +122,7 @@ def hot_routing(
 
     def log_popularity(order: torch.Tensor) -> torch.Tensor:
         others = math.log((1 - hot_share) / (num_experts - hot_experts))
-        popularity = torch.full((num_experts,), others, dtype=torch.float64)
+        popularity = torch.full((num_experts,), others, dtype=torch.float64, device="cpu")
         popularity[order[:hot_experts]] = math.log(hot_share / hot_experts)
         return popularity
 

@@ -44,7 +44,7 @@ def deal(counts: Any, parts: int) -> torch.Tensor:
     cards = check_records(counts, None, "counts")
     parts = check_positive_int(parts, "parts")
     end = cards.cumsum(dim=0)[:, None]
-    part = torch.arange(parts)
+    part = torch.arange(parts, device="cpu")
     # Of the numbers below x, ceil((x - p) / P) are p modulo P.
     return (end - part + parts - 1) // parts - (end - cards[:, None] - part + parts - 1) // parts
 

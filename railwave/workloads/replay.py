@@ -144,8 +144,8 @@ def replay(
     bins = expert_bins(counts, G)
     bound_for = deal(bins, 1 if pattern == "ring" else N - 1)  # (G, shifts)
     owned_by = deal(bound_for.sum(dim=0), G).T if even_sources else bound_for
-    owned = torch.zeros(N, G, N, dtype=torch.int64)
-    bound = torch.zeros(N, N, G, dtype=torch.int64)
+    owned = torch.zeros(N, G, N, dtype=torch.int64, device="cpu")
+    bound = torch.zeros(N, N, G, dtype=torch.int64, device="cpu")
     for source in range(N):
         for place in range(bound_for.shape[1]):
             destination = (source + 1 + place) % N

@@ -106,15 +106,17 @@ def draw_routing(
         raise ValueError(
             f"num_ranks must be a multiple of gpus_per_node ({gpus_per_node}), got {num_ranks}"
         )
-    popularity = log_popularity(torch.randperm(num_experts, generator=generator))
+    popularity = log_popularity(torch.randperm(num_experts, generator=generator, device="cpu"))
     topk_idx, topk_weights = [], []
     for rank in range(num_ranks):
         node, local = divmod(rank, gpus_per_node)
         position = (local - node) % gpus_per_node
         num_owned = int(num_tokens * float(position + 1) ** -source_skew)
-        uniform = torch.rand(num_owned, num_experts, dtype=torch.float64, generator=generator)
+        uniform = torch.rand(
+            num_owned, num_experts, dtype=torch.float64, generator=generator, device="cpu"
+        )
         topk_idx.append(distinct_experts(uniform, popularity, top_k))
-        logits = torch.randn(num_owned, top_k, generator=generator)
+        logits = torch.randn(num_owned, top_k, generator=generator, device="cpu")
         topk_weights.append(torch.softmax(logits, dim=1))
     return Routing(topk_idx, topk_weights)
 
@@ -136,8 +138,8 @@ def zipf_log_popularity(popularity_order: torch.Tensor, exponent: float) -> torc
         [0.5, 1.0]
     """
     num_experts = len(popularity_order)
-    log_popularity = torch.empty(num_experts, dtype=torch.float64)
-    places = torch.arange(1, num_experts + 1, dtype=torch.float64)
+    log_popularity = torch.empty(num_experts, dtype=torch.float64, device="cpu")
+    places = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu")
     log_popularity[popularity_order] = -exponent * places.log()
     return log_popularity
 

@@ -49,11 +49,11 @@ def tokens_from_counts(counts_row: torch.Tensor, top_k: int, *, seed: int) -> to
             f"counts_row must have no count above sum / top_k = {total} / {top_k} = {num_tokens}, "
             f"or a token would repeat an expert; got {largest}"
         )
-    order = torch.randperm(len(counts_row), generator=generator)
+    order = torch.randperm(len(counts_row), generator=generator, device="cpu")
     # Element j goes to token j mod T: an expert's run is at most T long, so meets no token twice.
     dealt = order.repeat_interleave(counts_row[order]).view(top_k, num_tokens).T
-    shuffled = dealt[torch.randperm(num_tokens, generator=generator)]
-    columns = torch.rand(num_tokens, top_k, generator=generator).argsort(dim=1)
+    shuffled = dealt[torch.randperm(num_tokens, generator=generator, device="cpu")]
+    columns = torch.rand(num_tokens, top_k, generator=generator, device="cpu").argsort(dim=1)
     return _swap_pairs(shuffled.gather(1, columns), generator)
 
 
@@ -82,7 +82,7 @@ def subsample(topk_idx: torch.Tensor, num_tokens: int, *, seed: int) -> torch.Te
         raise ValueError(
             f"num_tokens must be at most the tokens given ({len(topk_idx)}), got {num_tokens}"
         )
-    kept = torch.randperm(len(topk_idx), generator=generator)[:num_tokens]
+    kept = torch.randperm(len(topk_idx), generator=generator, device="cpu")[:num_tokens]
     return topk_idx[kept.sort().values.to(topk_idx.device)]
 
 
@@ -96,8 +96,10 @@ def _swap_pairs(topk_idx: torch.Tensor, generator: torch.Generator) -> torch.Ten
     num_pairs = num_tokens // 2
     tokens = topk_idx.clone()
     for _ in range(_SWAP_ROUNDS_PER_COLUMN * top_k):
-        pairs = torch.randperm(num_tokens, generator=generator)[: 2 * num_pairs].view(2, num_pairs)
-        columns = torch.randint(top_k, (2, num_pairs), generator=generator)
+        pairs = torch.randperm(num_tokens, generator=generator, device="cpu")[: 2 * num_pairs].view(
+            2, num_pairs
+        )
+        columns = torch.randint(top_k, (2, num_pairs), generator=generator, device="cpu")
         swapped = tokens[pairs]
         taken = swapped.gather(2, columns[..., None])
         swapped.scatter_(2, columns[..., None], taken.flip(0))

@@ -76,7 +76,7 @@ def read_counts(
                 f"and {len(row)} in {path} (layer {layer})"
             )
         rows.append(row)
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def read_iteration(
@@ -105,7 +105,9 @@ def read_iteration(
                 f"micro-batch) {place} {wanted.get(place, 0)} experts for rank 0 and "
                 f"{sizes.get(place, 0)} in {path}"
             )
-    return {place: torch.tensor([rows[place] for rows in ranks]) for place in ranks[0]}
+    return {
+        place: torch.tensor([rows[place] for rows in ranks], device="cpu") for place in ranks[0]
+    }
 
 
 def write_counts(folder: str | os.PathLike, iteration: int, counts: torch.Tensor) -> None:

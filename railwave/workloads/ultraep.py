@@ -78,9 +78,9 @@ def ultraep_demand(
         sent, owners = apportion(total, _checked_weights(source_weights, N - 1)), list(range(G))
     else:
         sent, owners = apportion(total, [1] * (N - 1)), _gpus_of(topo, hot_rails)
-    owned = torch.zeros(N, G, N, dtype=torch.int64)
+    owned = torch.zeros(N, G, N, dtype=torch.int64, device="cpu")
     owned[1:, owners, 0] = deal(sent, len(owners))
-    bound = torch.zeros(N, N, G, dtype=torch.int64)
+    bound = torch.zeros(N, N, G, dtype=torch.int64, device="cpu")
     bound[1:, 0] = deal(sent, G)
     return Demand(in_bytes(owned, record_bytes), in_bytes(bound, record_bytes), topo)
 
