@@ -1,0 +1,100 @@
+"""The command line: `railwave demo` on made-up routing, `railwave replay` on recorded counts.
+
+`railwave clean` removes the shared
+memory that killed processes left.
+
+Exit codes: 0, done (and every path is verified); 1, a path is not; 2, a mistake in the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from railwave._version import __version__
+from railwave.cli import verify
+from railwave.cli.options import Parser, add_verbose
+from railwave.cli.output import check_writable, write_json
+
+__all__ = ["check_writable", "main", "write_json"]
+
+logger = logging.getLogger("railwave")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; the process's own if None.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        args = _parser().parse_args(argv)
+        with _logging(args.verbose):
+            return args.command(args)
+    except (ValueError, TypeError, OSError) as error:
+        return _refuse(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        return _refuse("this run needs more memory than there is; make its sizes smaller")
+    except KeyboardInterrupt:
+        print("railwave: interrupted", file=sys.stderr)
+        return 130
+
+
+def _refuse(message: str) -> int:
+    # The first line: torch adds a stack of C++ frames.
+    print(f"railwave: error: {message.partition(chr(10))[0]}", file=sys.stderr)
+    return 2
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from railwave.heap import shm
+
+    removed = shm.clean()
+    for path in removed:
+        print(f"removed {path}")
+    if not removed:
+        print(f"nothing of yours to remove in {shm.FOLDER}")
+    return 0
+
+
+@contextmanager
+def _logging(verbose: bool) -> Iterator[None]:
+    """Show railwave's log on stderr while a command runs, if asked to."""
+    if not verbose:
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="railwave",
+        description="Dispatch and combine tokens of a whole cluster in this process, on a CPU, and "
+        "check the result bit for bit; or simulate how long schedulers take. Exit code 0: done and "
+        "verified, 1: not verified, 2: a mistake in the call.",
+    )
+    parser.add_argument("--version", action="version", version=f"railwave {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    verify.add_commands(commands)
+    clean = commands.add_parser(
+        "clean", help="remove shared memory that killed processes of yours left on this machine"
+    )
+    clean.set_defaults(command=_clean)
+    add_verbose(clean)
+    return parser
