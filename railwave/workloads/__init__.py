@@ -1,5 +1,6 @@
 """What to run railwave on: routing, expert loads and demands, made up or recorded."""
 
+from railwave.workloads.demand_files import read_demand
 from railwave.workloads.demands import (
     demand_from_counts,
     demand_from_routing,
@@ -45,6 +46,7 @@ __all__ = [
     "list_iterations",
     "preset",
     "read_counts",
+    "read_demand",
     "read_iteration",
     "read_loads",
     "replay",

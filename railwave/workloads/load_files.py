@@ -37,14 +37,10 @@ def read_loads(path: str | os.PathLike) -> torch.Tensor:
     Example: the file `loads.csv` with the lines `3,1` and `0,4` gives [[3, 1], [0, 4]].
     """
     path = Path(path)
-    readers = {".csv": _rows_of_csv, ".json": _rows_of_json}
+    readers = {".csv": rows_of_csv, ".json": _rows_of_json}
     if path.suffix.lower() not in readers:
         raise ValueError(f"path must end in .csv or .json, got '{path}'")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: must be UTF-8 text: {error}") from None
-    rows = readers[path.suffix.lower()](text, path)
+    rows = readers[path.suffix.lower()](path)
     if not rows:
         raise ValueError(f"{path}: must hold at least one layer, got none")
     first_place, first = rows[0]
@@ -59,8 +55,16 @@ def read_loads(path: str | os.PathLike) -> torch.Tensor:
     return torch.tensor([row for _, row in rows], dtype=torch.int64, device="cpu")
 
 
-def _rows_of_csv(text: str, path: Path) -> list[tuple[str, list[int]]]:
-    """List (place, counts) of each layer."""
+def rows_of_csv(path: Path) -> list[tuple[str, list[int]]]:
+    """List (place, counts) of each line of numbers; see `read_loads` for what is skipped.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_loads`.
+
+    Example: the file `loads.csv` with the lines `# two layers`, `3,1` and `0,4` gives
+        [("line 2", [3, 1]), ("line 3", [0, 4])].
+    """
+    text = _read_text(path)
     lines = [
         (f"line {number}", [field.strip().strip('"') for field in line.split(",")])
         for number, line in enumerate(text.split("\n"), start=1)
@@ -92,8 +96,16 @@ def _number(field: str) -> Any:
         return field
 
 
-def _rows_of_json(text: str, path: Path) -> list[tuple[str, list[int]]]:
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8 text: {error}") from None
+
+
+def _rows_of_json(path: Path) -> list[tuple[str, list[int]]]:
     """List (place, counts) of each layer."""
+    text = _read_text(path)
     try:
         table = json.loads(text, object_pairs_hook=_refuse_repeats)
     except json.JSONDecodeError as error:
