@@ -1,4 +1,4 @@
-"""Show a report to a reader: one row per path, with the rails before and after as small bars.
+"""Show paths of a report, or schedulers of a simulation, to a reader, and their rails as bars.
 
 Letters: R rails.
 """
@@ -6,18 +6,27 @@ Letters: R rails.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from railwave.report import Report
+from railwave.simulation import Comparison, Row
+
+if TYPE_CHECKING:
+    from railwave.report import Report
 
 WIDTH = 100  # columns, where the output is not a terminal; a narrower one leaves out the ranges
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGITS = "12345678"  # the same heights, for an output that cannot show the bars
 _MAX_RANGED = 8  # rails beside whose bars there is room for their range
 _MAX_BARS = 16  # rails that there is room for
+_COMPARISON_LEGEND = (
+    "speedup: over native. T*: no schedule ends sooner, whatever moves over NVLink. algbw: bytes",
+    "between nodes / (GPUs x time); busbw: x (GPUs - 1) / GPUs. plan: one process, for all nodes",
+    "rails: each rail's part of all bytes sent; rho_g: busiest rail of any node / mean over all",
+)
 
 
 def print_report(report: Report, *, seconds: float) -> None:
@@ -27,16 +36,75 @@ def print_report(report: Report, *, seconds: float) -> None:
         report: what to show.
         seconds: of the whole run.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = _console()
     console.print(_table(report, console))
     for line in [*_legend(report), *_verdict(report, seconds)]:
         console.print(line, markup=False)
 
 
+def print_comparison(comparison: Comparison) -> None:
+    """Print a table of times and one of rails, each with a row per scheduler."""
+    console = _console()
+    console.print(_times(comparison.rows))
+    console.print()
+    console.print(_shares(comparison.rows, _levels(console)))
+    for line in _COMPARISON_LEGEND:
+        console.print(line, markup=False)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def _levels(console: Console) -> str:
+    return _BARS if console.encoding.startswith("utf") else _DIGITS
+
+
+def _empty_table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _times(rows: Sequence[Row]) -> Table:
+    table = _empty_table()
+    table.add_column("scheduler", no_wrap=True)
+    for name in ("time us", "speedup", "time / T*", "algbw GB/s", "busbw GB/s", "plan us"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.scheduler,
+            f"{row.time_us:,.1f}",
+            f"{row.speedup:.2f}",
+            f"{row.ratio_to_bound:.3f}",
+            f"{row.algbw_gbs:.2f}",
+            f"{row.busbw_gbs:.2f}",
+            f"{row.plan_us:,.0f}",
+        )
+    return table
+
+
+def _shares(rows: Sequence[Row], levels: str) -> Table:
+    num_rails = len(rows[0].rail_share)
+    top = max(max(row.rail_share) for row in rows)
+    table = _empty_table()
+    for name in ("scheduler", "rails"):
+        table.add_column(name, no_wrap=True)
+    numbered = num_rails <= _MAX_RANGED
+    names = [f"{rail} %" for rail in range(num_rails)] if numbered else ["least %", "most %"]
+    for name in (*names, "rho_g"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        bars = _rails(row.rail_share, top=top, levels=levels, with_range=False)
+        shares = row.rail_share if numbered else (min(row.rail_share), max(row.rail_share))
+        percent = [f"{100 * share:.1f}" for share in shares]
+        table.add_row(row.scheduler, bars, *percent, f"{row.rho_g:.2f}")
+    return table
+
+
 def _table(report: Report, console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = _empty_table()
     rails = f"share per rail, node {report.paths[0].hot_node}\nbefore -> after"
     for name in ("path", "verified", rails):
         table.add_column(name, no_wrap=True, vertical="bottom")
@@ -45,7 +113,7 @@ def _table(report: Report, console: Console) -> Table:
     top = max(max(path.rail_share + path.rail_share_before) for path in report.paths)
     style = {
         "top": top,
-        "levels": _BARS if console.encoding.startswith("utf") else _DIGITS,
+        "levels": _levels(console),
         "with_range": console.width >= WIDTH,
     }
     for path in report.paths:

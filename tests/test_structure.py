@@ -36,6 +36,8 @@ LAYERS = [
     "default",
     "workloads",
     "sim",
+    "simulation",
+    "plots",
     "reference",
     "cases",
     "report",

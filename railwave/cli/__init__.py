@@ -1,6 +1,6 @@
 """The command line: `railwave demo` on made-up routing, `railwave replay` on recorded counts.
 
-`railwave clean` removes the shared
+`railwave simulate` times schedulers on a simulated cluster; `railwave clean` removes the shared
 memory that killed processes left.
 
 Exit codes: 0, done (and every path is verified); 1, a path is not; 2, a mistake in the call.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from railwave._version import __version__
-from railwave.cli import verify
+from railwave.cli import simulate, verify
 from railwave.cli.options import Parser, add_verbose
 from railwave.cli.output import check_writable, write_json
 
@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"railwave {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     verify.add_commands(commands)
+    simulate.add_command(commands)
     clean = commands.add_parser(
         "clean", help="remove shared memory that killed processes of yours left on this machine"
     )

@@ -1,0 +1,102 @@
+"""Pictures of results, as matplotlib Figures that nothing global knows of: pyplot is not used.
+
+Importing this needs matplotlib: pip install 'railwave[notebook]'. Letters: S schedulers, R rails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "railwave.plots needs matplotlib: pip install 'railwave[notebook]'"
+    ) from error
+
+_BAR, _BOUND, _EVEN = "#4477aa", "#cc3311", "#555555"  # told apart by the colour-blind, too
+_BAR_HEIGHT = 0.66
+_MAX_TICKS = 16  # rails that there is room to number
+
+
+def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure:
+    """Draw each scheduler's time beside T*, and its rails' shares of the bytes sent.
+
+    Args:
+        comparison: what `Comparison.to_json` returns, or the file of `railwave simulate --json`:
+            "bound_us" and, in "rows", "scheduler", "time_us", "speedup" and "rail_share" (R,).
+        title: a line above.
+
+    Returns:
+        Figure; `figure.savefig(...)` writes it.
+
+    Raises:
+        ValueError: no rows.
+
+    Example:
+        >>> row = {"scheduler": "joint", "time_us": 4.0, "speedup": 2.0, "rail_share": [0.5, 0.5]}
+        >>> figure = plot_comparison({"bound_us": 4.0, "rows": [row]})
+        >>> len(figure.axes)
+        2
+    """
+    rows = comparison["rows"]
+    if not rows:
+        raise ValueError("comparison must have at least one row, got none")
+    figure = Figure(figsize=(10, 1.7 + 0.5 * len(rows)), layout="constrained")
+    times, shares = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _draw_times(times, rows, comparison["bound_us"])
+    _draw_shares(shares, rows)
+    times.set_yticks(range(len(rows)), [row["scheduler"] for row in rows])
+    times.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
+    for axes in (times, shares):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+    return figure
+
+
+def _draw_times(axes: Axes, rows: Any, bound_us: float) -> None:
+    times_ms = [row["time_us"] / 1e3 for row in rows]
+    bars = axes.barh(range(len(rows)), times_ms, _BAR_HEIGHT, color=_BAR)
+    labels = [f"{t:,.2f} ms, {row['speedup']:.2f}×" for t, row in zip(times_ms, rows, strict=True)]
+    axes.bar_label(bars, labels, padding=4, fontsize="small")
+    bound_ms = bound_us / 1e3
+    axes.axvline(bound_ms, color=_BOUND, linewidth=1.5)
+    above = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points"}
+    axes.annotate(
+        f"T* {bound_ms:,.2f} ms",
+        (bound_ms, 1),
+        color=_BOUND,
+        ha="center",
+        fontsize="small",
+        **above,
+    )
+    axes.set_xlim(0, 1.3 * max(*times_ms, bound_ms) or 1)  # room for the labels
+    axes.set_xlabel("time (ms), and speedup over native")
+
+
+def _draw_shares(axes: Axes, rows: Any) -> None:
+    num_rails = len(rows[0]["rail_share"])
+    top = max(max(row["rail_share"]) for row in rows) or 1
+    for place, row in enumerate(rows):
+        base = place + _BAR_HEIGHT / 2
+        heights = [-_BAR_HEIGHT * share / top for share in row["rail_share"]]  # y points down
+        axes.bar(range(num_rails), heights, 0.8, bottom=base, color=_BAR)
+        axes.axhline(base, color=_EVEN, linewidth=0.5)
+        even = base - _BAR_HEIGHT / num_rails / top
+        axes.axhline(even, color=_EVEN, linewidth=0.8, linestyle="dotted")
+        axes.annotate(
+            f"max {100 * max(row['rail_share']):.1f} %",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize="small",
+            annotation_clip=False,
+        )
+    axes.set_title("rails' shares of the bytes sent (dotted: even)", loc="left", fontsize="small")
+    axes.set_xlabel("rail")
+    if num_rails <= _MAX_TICKS:
+        axes.set_xticks(range(num_rails))
