@@ -65,14 +65,15 @@ def _draw_times(axes: Axes, rows: Any, bound_us: float) -> None:
     axes.bar_label(bars, labels, padding=4, fontsize="small")
     bound_ms = bound_us / 1e3
     axes.axvline(bound_ms, color=_BOUND, linewidth=1.5)
-    above = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points"}
     axes.annotate(
         f"T* {bound_ms:,.2f} ms",
         (bound_ms, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
         color=_BOUND,
         ha="center",
         fontsize="small",
-        **above,
     )
     axes.set_xlim(0, 1.3 * max(*times_ms, bound_ms) or 1)  # room for the labels
     axes.set_xlabel("time (ms), and speedup over native")

@@ -3,6 +3,8 @@
 Letters: N nodes, G GPUs a node, R rails, W ranks.
 """
 
+import doctest
+import importlib.util
 import json
 import sys
 
@@ -135,12 +137,17 @@ def test_any_number_of_rails_fits_100_columns(gpus):
 
 
 def test_nothing_to_send(rows_of, tmp_path):
+    """Times are 0 and no ratio divides by one."""
     np.save(tmp_path / "demand.npy", np.zeros((4, 4)))
     report = rows_of("--demand", tmp_path / "demand.npy", "--nodes=2", "--gpus=2")
     assert report["bound_us"] == 0
     for row in report["rows"]:
         assert (row["time_us"], row["speedup"], row["ratio_to_bound"]) == (0, 1, 1)
         assert row["rail_share"] == [0, 0]
+    if importlib.util.find_spec("matplotlib"):
+        from railwave.plots import plot_comparison
+
+        plot_comparison(report).savefig(tmp_path / "plot.png")
 
 
 def test_plot(tmp_path):
@@ -266,3 +273,11 @@ def test_compare_schedulers_example():
 
 def test_records_are_the_papers():
     assert _RECORD["record_bytes"] == RECORD_BYTES
+
+
+@pytest.mark.parametrize("name", ["simulation", "plots", "cli.options"])
+def test_examples(name):
+    if name == "plots":
+        pytest.importorskip("matplotlib")
+    result = doctest.testmod(importlib.import_module(f"railwave.{name}"))
+    assert result.attempted > 0 and result.failed == 0
