@@ -85,9 +85,12 @@ def run_all(function, num_ranks, *args, **options):
 
 
 def state_of(pid):
-    """Return a process's state, as /proc has it: T stopped, Z ended."""
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        return file.read().rpartition(")")[2].split()[0]
+    """Return a process's state, as /proc has it: T stopped; Z ended, its parent told or not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 def start_server():
