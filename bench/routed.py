@@ -81,6 +81,13 @@ def read_trace(folder: str | os.PathLike) -> Counts:
     return found
 
 
+def layer_loads(counts: Counts) -> torch.Tensor:
+    """Return (layers, E) loads of the first iteration's first micro-batch, ranks added up."""
+    first = min(iteration for iteration, _, _ in counts)
+    rows = {place: table.sum(dim=0) for place, table in counts.items() if place[::2] == (first, 0)}
+    return torch.stack([rows[place] for place in sorted(rows)])
+
+
 def standin_counts(*, seed: int = 0, layers: int = 45, tokens: int = 4096) -> Counts:
     """Draw counts of 16 ranks from the stand-in's loads, one micro-batch a layer."""
     random = np.random.RandomState(seed)

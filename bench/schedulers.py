@@ -47,7 +47,10 @@ def measure(trace: routed.Counts | None) -> Iterator[dict[str, Any]]:
     """Yield every result; those of recorded routing only with a trace (`routed.read_trace`)."""
     loads = standin_loads(seed=0)
     yield from three_five_eight()
-    yield from replay_speedups(loads)
+    yield from replay_speedups(loads, "stand-in")
+    if trace is not None:
+        yield from replay_speedups(routed.layer_loads(trace), "trace")
+    yield figure_8_arithmetic()
     yield from ultraep()
     yield from figure_8(loads)
     yield from figure_9(loads)
@@ -73,11 +76,12 @@ def three_five_eight() -> Iterator[dict[str, Any]]:
         yield {"result": "table 8, equal pairs", "incast": incast, "units": units}
 
 
-def replay_speedups(loads: torch.Tensor) -> Iterator[dict[str, Any]]:
+def replay_speedups(loads: torch.Tensor, routing: str) -> Iterator[dict[str, Any]]:
     """Yield every path's speedup over native on the replay, all layers added up.
 
     Args:
         loads: (layers, experts) records.
+        routing: what the loads are.
     """
     for name, even, incast in product(PRESETS, (False, True), INCAST):
         native_s = {}
@@ -86,6 +90,7 @@ def replay_speedups(loads: torch.Tensor) -> Iterator[dict[str, Any]]:
             native = native_s[pattern] = times["native"]
             yield {
                 "result": "replay",
+                "routing": routing,
                 "preset": name,
                 "pattern": pattern,
                 "sources": "even" if even else "sorted",
@@ -101,6 +106,7 @@ def replay_speedups(loads: torch.Tensor) -> Iterator[dict[str, Any]]:
         ratio = native_s["extreme"].round_trip / native_s["moderate"].round_trip
         yield {
             "result": "replay, native: extreme over moderate",
+            "routing": routing,
             "preset": name,
             "sources": "even" if even else "sorted",
             "incast": incast,
@@ -158,6 +164,21 @@ def figure_8(loads: torch.Tensor) -> Iterator[dict[str, Any]]:
             "bin_share": bin_shares(loads).tolist(),
             "paper_native_transmit": FIGURE_8_SHARES,
         }
+
+
+def figure_8_arithmetic() -> dict[str, Any]:
+    """Return joint's speedup on H20 from the paper's own shares, by arithmetic.
+
+    Network alone, ports shared fairly: native takes 4 times its largest share longer in each
+    window, and Table 8's patterns 1, 5/3 and 8/3 times as long as one-to-one waves.
+    """
+    skew = max(FIGURE_8_SHARES) * len(FIGURE_8_SHARES)
+    units = zip(PATTERNS, (1, 5 / 3, 8 / 3), strict=True)
+    return {
+        "result": "h20 from figure 8's shares",
+        "speedup": {pattern: skew * factor for pattern, factor in units},
+        "paper_joint_range": PAPER_SPEEDUPS["h20"],
+    }
 
 
 def corners(loads: torch.Tensor) -> dict[tuple[str, str], Replay]:

@@ -49,7 +49,7 @@ def test_three_five_eight():
 
 
 def test_replay_speedups_are_three_five_eight_times_the_skew_of_the_bins():
-    measured = list(schedulers.replay_speedups(LOADS))
+    measured = list(schedulers.replay_speedups(LOADS, "three layers"))
     for name, rails in [("h800", 8), ("h20", 4)]:
         skew = float(bin_shares(LOADS, bins=rails)[0] * rails)
         for pattern, units in [("ring", 1), ("moderate", 5 / 3), ("extreme", 8 / 3)]:
@@ -96,6 +96,13 @@ def test_figure_8_in_kind():
             assert shares[path][side] == pytest.approx([0.25] * 4, rel=1e-3)
 
 
+def test_speedups_from_the_papers_shares():
+    """0.5412 x 4 = 2.1648, times 5/3 = 3.608, times 8/3 = 5.7728."""
+    assert schedulers.figure_8_arithmetic()["speedup"] == pytest.approx(
+        {"ring": 2.1648, "moderate": 3.608, "extreme": 5.7728}
+    )
+
+
 def test_figure_9s_corners():
     for result in schedulers.figure_9(LOADS):
         skewed, contended = result["rail_skew"] == "high", result["concentration"] == "high"
@@ -126,6 +133,12 @@ def test_imbalances_by_hand():
         "source node": 16,
         "destination node": 16,
     }
+
+
+def test_layer_loads_are_those_of_the_first_micro_batch():
+    tables = {place: torch.full((16, 2), sum(place)) for place in [(5, 1, 0), (5, 0, 0), (5, 0, 1)]}
+    tables[7, 0, 0] = torch.zeros(16, 2)
+    assert routed.layer_loads(tables).tolist() == [[80, 80], [96, 96]]
 
 
 def test_no_scheduler_beats_the_bound_and_waves_see_no_incast():
@@ -204,6 +217,7 @@ def test_every_result_is_one_json_line(capsys, tmp_path, monkeypatch):
         "table 8, equal pairs",
         "replay",
         "replay, native: extreme over moderate",
+        "h20 from figure 8's shares",
         "ultraep",
         "figure 8",
         "figure 9",
