@@ -60,6 +60,7 @@ def measure(trace: Counts | None) -> Iterator[dict[str, Any]]:
         yield from figure_2(counts, name)
         yield from over_bound(counts, name)
     yield from rails()
+    yield from uneven_pairs()
 
 
 def read_trace(folder: str | os.PathLike) -> Counts:
@@ -235,6 +236,30 @@ def rails(seed: int = 0) -> Iterator[dict[str, Any]]:
                     "lpt_receiver_skew": worst_node(sprayed.received_bytes),
                     "published": RAILS_PAPER,
                 }
+
+
+def uneven_pairs(nodes: tuple[int, ...] = (4, 8, 16, 32)) -> Iterator[dict[str, Any]]:
+    """Yield ratios to T* where node pairs differ most: what waves cost when they wait.
+
+    Pairs are independent Zipf(2) numbers, at most 50, of 64 records a GPU (so that RailS's chunks
+    are small beside them); seeds 0 to 2.
+    """
+    fabric = Fabric(RAIL_BYTES_S)
+    for N in nodes:
+        ratios: dict[str, list[float]] = {}
+        for seed in range(3):
+            pairs = np.minimum(np.random.default_rng(seed).zipf(2.0, (N, N)), 50) * 64
+            per_gpu = (pairs * ~np.eye(N, dtype=bool) * RECORD_BYTES)[:, :, None].repeat(8, axis=2)
+            demand = Demand(per_gpu.transpose(0, 2, 1), per_gpu, Topology(N, 8, 8))
+            bound = bound_s(demand, RAIL_BYTES_S)
+            for name in ("native", "joint", "joint, no barriers", "rails_lpt", "fast"):
+                time_s = simulate(CONTESTANTS[name](demand), fabric).time_s
+                ratios.setdefault(name, []).append(time_s / bound)
+        yield {
+            "result": "uneven pairs",
+            "nodes": N,
+            "mean_over_bound": {name: float(np.mean(values)) for name, values in ratios.items()},
+        }
 
 
 def _range(values: Any) -> tuple[float, float, float]:

@@ -181,6 +181,14 @@ def test_rails_uniform_senders_make_uniform_receivers_and_spraying_is_no_help_th
         assert result["busbw_gain"] == pytest.approx(1 / (1 - result["completion_time_cut"]) - 1)
 
 
+def test_waves_wait_for_one_another_where_pairs_are_uneven():
+    measured = [result["mean_over_bound"] for result in routed.uneven_pairs((4, 8))]
+    for ratios in measured:
+        assert 1 <= ratios["joint, no barriers"] < ratios["joint"]
+        assert ratios["fast"] == pytest.approx(1, rel=1e-3)  # records divided into bytes
+    assert measured[0]["joint"] < measured[1]["joint"]
+
+
 def test_planning_is_measured_up_to_a_limit_and_extrapolated_beyond():
     limits = {"joint": 16, "fast": 8}
     times = list(planning.planning_times((2, 4, 8, 16), limits))
@@ -224,6 +232,7 @@ def test_every_result_is_one_json_line(capsys, tmp_path, monkeypatch):
         "figure 2",
         "over bound",
         "rails",
+        "uneven pairs",
         "planning",
         "remainders",
     }
