@@ -84,48 +84,46 @@ def replay_speedups(loads: torch.Tensor, routing: str) -> Iterator[dict[str, Any
         loads: (layers, experts) records.
         routing: what the loads are.
     """
-    for name, even, incast in product(PRESETS, (False, True), INCAST):
-        native_s = {}
-        for pattern in PATTERNS:
-            times = replay_times(loads, name, pattern, even, incast)
-            native = native_s[pattern] = times["native"]
+    for name, even in product(PRESETS, (False, True)):
+        case = {"routing": routing, "preset": name, "sources": "even" if even else "sorted"}
+        times = {pattern: replay_times(loads, name, pattern, even) for pattern in PATTERNS}
+        for incast in INCAST:
+            for pattern in PATTERNS:
+                yield {
+                    **{"result": "replay", **case, "pattern": pattern, "incast": incast},
+                    **speedups(times[pattern][incast]),
+                    "paper_joint_range": PAPER_SPEEDUPS[name],
+                }
+            extreme, moderate = (times[p][incast]["native"] for p in ("extreme", "moderate"))
             yield {
-                "result": "replay",
-                "routing": routing,
-                "preset": name,
-                "pattern": pattern,
-                "sources": "even" if even else "sorted",
-                "incast": incast,
-                "native_s": native.round_trip,
-                "dispatch_speedup": {p: native.dispatch / t.dispatch for p, t in times.items()},
-                "speedup": {p: native.round_trip / t.round_trip for p, t in times.items()},
-                "speedup_with_nvlink": {
-                    p: native.with_nvlink / t.with_nvlink for p, t in times.items()
-                },
-                "paper_joint_range": PAPER_SPEEDUPS[name],
+                **{"result": "replay, native: extreme over moderate", **case, "incast": incast},
+                "ratio": extreme.round_trip / moderate.round_trip,
+                "dispatch_ratio": extreme.dispatch / moderate.dispatch,
+                "paper": PAPER_EXTREME_OVER_MODERATE,
             }
-        ratio = native_s["extreme"].round_trip / native_s["moderate"].round_trip
-        yield {
-            "result": "replay, native: extreme over moderate",
-            "routing": routing,
-            "preset": name,
-            "sources": "even" if even else "sorted",
-            "incast": incast,
-            "ratio": ratio,
-            "dispatch_ratio": native_s["extreme"].dispatch / native_s["moderate"].dispatch,
-            "paper": PAPER_EXTREME_OVER_MODERATE,
-        }
 
 
 def replay_times(
-    loads: torch.Tensor, preset_name: str, pattern: str, even_sources: bool, incast: str
-) -> dict[str, Seconds]:
-    """Return the times of all PATHS, all layers added up."""
+    loads: torch.Tensor, preset_name: str, pattern: str, even_sources: bool
+) -> dict[str, dict[str, Seconds]]:
+    """Return the times of all PATHS, all layers added up, by incast model."""
     cluster = preset(preset_name)
     layers = [replay(pattern, row, cluster.topo, even_sources=even_sources) for row in loads]
+    schedules = {path: [schedule_path(path, layer) for layer in layers] for path in PATHS}
     return {
-        path: total_seconds((schedule_path(path, layer) for layer in layers), cluster, incast)
-        for path in PATHS
+        incast: {path: total_seconds(schedules[path], cluster, incast) for path in PATHS}
+        for incast in INCAST
+    }
+
+
+def speedups(times: dict[str, Seconds]) -> dict[str, Any]:
+    """Return each path's speedup over native: one way, there and back, and with NVLink."""
+    native = times["native"]
+    return {
+        "native_s": native.round_trip,
+        "dispatch_speedup": {p: native.dispatch / t.dispatch for p, t in times.items()},
+        "speedup": {p: native.round_trip / t.round_trip for p, t in times.items()},
+        "speedup_with_nvlink": {p: native.with_nvlink / t.with_nvlink for p, t in times.items()},
     }
 
 
