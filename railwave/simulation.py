@@ -5,12 +5,16 @@ Letters: N nodes, R rails.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from railwave.sched import SCHEDULERS, Demand, audit, bound_s, source_rail_skew
+from railwave.sched.demand import check_demand
 from railwave.sim import Fabric, Result, simulate
+
+logger = logging.getLogger("railwave")
 
 Progress = Callable[[int, str], None]  # schedulers done so far, the name of the one that begins
 
@@ -28,19 +32,21 @@ class Row:
     plan_us: float  # planning for all nodes, by one process
     rail_share: tuple[float, ...]  # (R,) each rail's part of all bytes sent; zeros without any
     rho_g: float  # bytes sent by the busiest rail of any node / mean over all rails
+    fan_in: int  # the most nodes that send to one NIC at the same time
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold T* in microseconds and a row for each scheduler."""
+    """Hold T* in microseconds, the bytes between nodes, and a row for each scheduler."""
 
     bound_us: float
+    sent_bytes: int
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: {"bound_us": ..., "rows": [{"scheduler": ..., ...}, ...]}."""
+        """Return plain data: {"bound_us": ..., "sent_bytes": ..., "rows": [{...}, ...]}."""
         rows = [{**asdict(row), "rail_share": list(row.rail_share)} for row in self.rows]
-        return {"bound_us": self.bound_us, "rows": rows}
+        return {"bound_us": self.bound_us, "sent_bytes": self.sent_bytes, "rows": rows}
 
 
 def compare_schedulers(
@@ -82,9 +88,13 @@ def compare_schedulers(
         >>> comparison.rows[1].speedup, comparison.rows[1].rail_share
         (2.0, (0.5, 0.5))
     """
-    for name in schedulers:
-        if name not in SCHEDULERS:
-            raise ValueError(f"schedulers must be of {list(SCHEDULERS)}, got {name!r}")
+    check_demand(demand)
+    if isinstance(schedulers, str):
+        raise TypeError(f"schedulers must be a sequence of names, got {schedulers!r}")
+    for what, names in (("schedulers", schedulers), ("options", options or {})):
+        for name in names:
+            if name not in SCHEDULERS:
+                raise ValueError(f"{what} must be of {list(SCHEDULERS)}, got {name!r}")
     timed: dict[str, tuple[Result, float]] = {}
     for name in dict.fromkeys(["native", *schedulers]):
         if progress is not None:
@@ -92,10 +102,12 @@ def compare_schedulers(
         schedule = SCHEDULERS[name](demand, windows=windows, **(options or {}).get(name, {}))
         audit(schedule, demand)
         timed[name] = simulate(schedule, fabric), schedule.plan_us
+        times = schedule.num_windows, schedule.plan_us, timed[name][0].time_s * 1e6
+        logger.info("%s: %d windows, planned in %.0f us, %.1f us on the network", name, *times)
     bound_us = bound_s(demand, fabric.rail_bytes_s) * 1e6
     native_us = timed["native"][0].time_s * 1e6
     rows = [_row(name, *timed[name], native_us, bound_us) for name in schedulers]
-    return Comparison(bound_us, tuple(rows))
+    return Comparison(bound_us, int(demand.between_nodes.sum()), tuple(rows))
 
 
 def _row(name: str, result: Result, plan_us: float, native_us: float, bound_us: float) -> Row:
@@ -110,4 +122,5 @@ def _row(name: str, result: Result, plan_us: float, native_us: float, bound_us: 
         plan_us=plan_us,
         rail_share=tuple(result.rail_share.tolist()),
         rho_g=source_rail_skew(result.sent_bytes),
+        fan_in=result.fan_in,
     )

@@ -25,7 +25,8 @@ _MAX_BARS = 16  # rails that there is room for
 _COMPARISON_LEGEND = (
     "speedup: over native. T*: no schedule ends sooner, whatever moves over NVLink. algbw: bytes",
     "between nodes / (GPUs x time); busbw: x (GPUs - 1) / GPUs. plan: one process, for all nodes",
-    "rails: each rail's part of all bytes sent; rho_g: busiest rail of any node / mean over all",
+    "rails: each rail's part of all bytes sent; rho_g: busiest rail of any node / mean over all;",
+    "fan-in: the most nodes that send to one NIC at the same time",
 )
 
 
@@ -93,13 +94,13 @@ def _shares(rows: Sequence[Row], levels: str) -> Table:
         table.add_column(name, no_wrap=True)
     numbered = num_rails <= _MAX_RANGED
     names = [f"{rail} %" for rail in range(num_rails)] if numbered else ["least %", "most %"]
-    for name in (*names, "rho_g"):
+    for name in (*names, "rho_g", "fan-in"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         bars = _rails(row.rail_share, top=top, levels=levels, with_range=False)
         shares = row.rail_share if numbered else (min(row.rail_share), max(row.rail_share))
         percent = [f"{100 * share:.1f}" for share in shares]
-        table.add_row(row.scheduler, bars, *percent, f"{row.rho_g:.2f}")
+        table.add_row(row.scheduler, bars, *percent, f"{row.rho_g:.2f}", str(row.fan_in))
     return table
 
 

@@ -21,7 +21,7 @@ from test_cli import EXAMPLE_TRACE, run
 
 ROW = {
     *("scheduler", "time_us", "speedup", "ratio_to_bound", "algbw_gbs", "busbw_gbs", "plan_us"),
-    *("rail_share", "rho_g"),
+    *("rail_share", "rho_g", "fan_in"),
 }
 TRACE = ["--trace", EXAMPLE_TRACE, "--iteration=1", "--nodes=2", "--gpus=4"]
 WORKLOADS = [name for name in _SOURCES if name not in ("trace", "demand")]
@@ -42,7 +42,7 @@ def rows_of(tmp_path):
 
 def check_rows(report, rails):
     """Check the schema, and that the numbers fit one another."""
-    assert set(report) == {"bound_us", "rows", "config"} and report["bound_us"] > 0
+    assert set(report) == {"bound_us", "sent_bytes", "rows", "config"} and report["bound_us"] > 0
     (native,) = [row for row in report["rows"] if row["scheduler"] == "native"]
     for row in report["rows"]:
         assert set(row) == ROW
@@ -122,9 +122,9 @@ def test_prints_times_and_rails():
     lines = result.out.splitlines()
     assert all(len(line) <= 100 for line in lines) and "\x1b" not in result.out
     assert lines[1].startswith("4 x 8 GPUs, 8 rails of 200 Gb/s")
-    times, rails = [line.split() for line in lines if line.startswith("native ")]
+    times, rails = [line.split() for line in lines if line.startswith("native  ")]
     assert len(times) == 7 and times[2] == "1.00"
-    assert len(rails) == 11 and sum(map(float, rails[2:10])) == pytest.approx(100, abs=0.5)
+    assert len(rails) == 12 and sum(map(float, rails[2:10])) == pytest.approx(100, abs=0.5)
 
 
 @pytest.mark.parametrize("gpus", [1, 9, 64])
@@ -202,14 +202,14 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         (["--trace=no-folder", "--iteration=1"], "got 'no-folder'"),
         (["--trace", EXAMPLE_TRACE], "--iteration must be given with --trace, one of [1]"),
         ([*TRACE, "--nodes=4"], "topo must have the 8 ranks of the trace"),
-        (["--nodes=8"], "nodes must be 4 for 'extreme' (Table 8), got 8"),
+        (["--nodes=8"], "nodes must be 4 for 'extreme' (the paper's Table 8), got 8; ring"),
         (["--workload=r28", "--hot-rails=9"], "hot_rails must be in [1, 8], got 9"),
         (["--layer=45"], "--layer must be in [0, 45), got 45"),
         (["--gbps=0"], "--gbps must be finite and above 0, got 0.0"),
         (["--nvlink-gbps=inf"], "--nvlink-gbps must be finite and above 0, got inf"),
         (["--wave-latency-us=-1"], "--wave-latency-us must be finite and at least 0, got -1.0"),
         (["--gpus=0"], "gpus_per_node must be at least 1, got 0"),
-        (["--incast=some"], "argument --incast: invalid choice: 'some'"),
+        (["--incast=some"], "argument --incast: invalid incast value: 'some'"),
         (["--chunk-bytes=0"], "chunk_bytes must be at least 1, got 0"),
         (["--record-bytes=0"], "record_bytes must be at least 1, got 0"),
         (["--json=no/such/folder/x.json"], "--json must be in an existing folder"),
@@ -281,3 +281,39 @@ def test_examples(name):
         pytest.importorskip("matplotlib")
     result = doctest.testmod(importlib.import_module(f"railwave.{name}"))
     assert result.attempted > 0 and result.failed == 0
+
+
+def test_what_a_run_assumes_is_said():
+    windows = "native and rail send in the 3 window(s) of the workload"
+    assert windows in run("simulate", "--scheduler=joint").out
+    uniform = ("simulate", "--workload=uniform", "--tokens=4", "--scheduler=native")
+    said = run(*uniform, "--nodes=8", "--gpus=1", "--incast=4.0").out
+    assert windows not in said and "incast a = 4.0" in said
+    assert "here up to 7 send at once" in said
+    assert "at once" not in run(*uniform, "--incast=severe").out
+    assert "4 of 8 rails have no GPU" in run(*uniform, "--gpus=4", "--rails=8").out
+    assert "nothing is sent" in run(*uniform, "--nodes=1").out
+
+
+def test_fan_in_is_of_what_sends_at_once(rows_of):
+    fan_in = {row["scheduler"]: row["fan_in"] for row in rows_of()["rows"]}
+    assert fan_in == {
+        **dict.fromkeys(("native", "rail", "rails_lpt", "rate"), 3),
+        **dict.fromkeys(("permutation", "joint", "fast"), 1),
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_what_is_no_demand_is_refused(name):
+    with pytest.raises(TypeError, match=r"demand must be a railwave\.sched\.Demand, got ndarray"):
+        SCHEDULERS[name](np.zeros((2, 2)))
+
+
+def test_wrong_names_and_numbers_are_refused():
+    demand = Demand.of(np.zeros((2, 2), int), railwave.Topology(2, 1, 1))
+    with pytest.raises(TypeError, match="schedulers must be a sequence of names, got 'native'"):
+        compare_schedulers(demand, Fabric(1.0), schedulers="native")
+    with pytest.raises(ValueError, match=r"options must be of .*, got 'jiont'"):
+        compare_schedulers(demand, Fabric(1.0), options={"jiont": {}})
+    with pytest.raises(TypeError, match="incast must be a number, got 'severe'"):
+        Fabric(1.0, incast="severe")

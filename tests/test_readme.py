@@ -59,3 +59,10 @@ def test_simulate_commands_run(command, tmp_path, monkeypatch):
 
 def test_readme_has_simulate_commands():
     assert len(COMMANDS) >= 5
+
+
+def test_what_else_python_is_shown_runs():
+    blocks = re.findall(r"```py\n(.*?)```", TEXT, re.S)
+    assert len(blocks) == 1
+    printed = printed_by(exec, compile(blocks[0], str(README), "exec"), {})
+    assert "('native', " in printed and "('joint', " in printed

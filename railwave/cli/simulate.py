@@ -21,14 +21,32 @@ if TYPE_CHECKING:
     from railwave.topology import Topology
     from railwave.workloads import Preset
 
+INCAST_SENDERS = 3  # where mild and severe come from
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 BITS_PER_BYTE = 8
+
+
+SCHEDULER_HELP = """schedulers:
+  native       rail of a GPU, all pairs of a window at once (DeepEP, NCCL)
+  rail         the same, each node's bytes spread evenly over its rails
+  permutation  rail of a GPU, cyclic waves: one sender a receiver
+  joint        waves and even rails
+  rails_lpt    RailS: chunks sprayed over rails, largest first, all at once (arXiv 2510.19262)
+  fast         FAST: one-to-one stages made for this demand, which every node must know
+  rate         senders paced so that no receiver is oversubscribed; likewise"""
+
+
+class _Help(Help, argparse.RawDescriptionHelpFormatter):
+    """Keep the lines of what stands below."""
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `simulate`."""
     parser = commands.add_parser(
-        "simulate", help="time schedulers on a simulated cluster", formatter_class=Help
+        "simulate",
+        help="time schedulers on a simulated cluster",
+        formatter_class=_Help,
+        epilog=SCHEDULER_HELP,
     )
     parser.set_defaults(command=_run)
     _add_demand(parser)
@@ -44,30 +62,48 @@ def _add_demand(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload",
         choices=[name for name in _SOURCES if name not in ("trace", "demand")],
-        help="ring to permutation: the paper's replay of one layer of expert loads; n28 to r42: "
-        "its traffic under UltraEP; uniform, zipf, hot: made-up routing (default: extreme)",
+        help="ring, permutation, and on 4 nodes moderate, extreme: the paper's replay of one layer "
+        "of expert loads, in its windows; n28, n42, r28, r42: its traffic under UltraEP, 28 or 42 "
+        "MiB times the GPUs, all into node 0, from uneven nodes (n) or rails (r); uniform, zipf, "
+        "hot: made-up routing (default: extreme)",
     )
     group.add_argument("--trace", metavar="FOLDER", help="recorded counts, as for railwave replay")
-    group.add_argument("--demand", metavar="FILE", help=".npy or .csv, (ranks, ranks) bytes")
+    group.add_argument(
+        "--demand",
+        metavar="FILE",
+        help=".npy or .csv, (ranks, ranks) whole bytes: a row a sender, a column a receiver, no "
+        "header; what stays on a node is left out",
+    )
     group = parser.add_argument_group("more about it")
     group.add_argument(
-        "--loads", metavar="FILE", help=".csv or .json, layers x experts, for a replay to read"
+        "--loads",
+        metavar="FILE",
+        help="replay: .csv or .json, layers x experts, the whole records that every node sends to "
+        "each expert (default: a made-up layer)",
     )
     group.add_argument("--layer", type=int, help="of the loads or the trace (default: 0)")
     group.add_argument("--iteration", type=int, help="of the trace")
     group.add_argument("--micro-batch", type=int, help="of the trace (default: 0)")
     group.add_argument("--hot-rails", type=int, help="r28, r42: rails that send (default: 2)")
-    group.add_argument("--tokens", type=int, help="routing: the most of a rank (default: 1024)")
     group.add_argument(
-        "--experts", type=int, help="routing: of the cluster (default: 128, or more: the ranks)"
+        "--tokens", type=int, help="routing: tokens of a GPU, at most (default: 1024)"
+    )
+    group.add_argument(
+        "--experts",
+        type=int,
+        help="routing: experts of the cluster (default: 128, at least the GPUs)",
     )
     group.add_argument("--topk", type=int, help="routing: experts of a token (default: 8)")
     group.add_argument(
-        "--source-skew", type=float, help="routing: 0 for as many tokens on each GPU (default: 0)"
+        "--source-skew",
+        type=float,
+        help="routing: 0 for as many tokens on each GPU, above for uneven rails (default: 0)",
     )
     group.add_argument("--expert-skew", type=float, help="zipf: 0 for even experts (default: 1)")
-    group.add_argument("--hot-share", type=float, help="hot: chance of a hot one (default: 0.3)")
-    group.add_argument("--hot-experts", type=int, help="hot: how many are (default: 1)")
+    group.add_argument(
+        "--hot-share", type=float, help="hot: chance that an expert is a hot one (default: 0.3)"
+    )
+    group.add_argument("--hot-experts", type=int, help="hot: hot experts (default: 1)")
     group.add_argument(
         "--record-bytes",
         type=int,
@@ -85,16 +121,27 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--nodes", type=int, default=4, help="nodes of the cluster")
     group.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
     group.add_argument(
-        "--rails", type=int, help="rails of a node (default: the preset's, but at most the GPUs)"
+        "--rails",
+        type=int,
+        help="rails (NICs) of a node; GPU g is on rail g * RAILS // GPUS (default: the preset's, "
+        "but at most the GPUs)",
     )
     group.add_argument(
         "--gbps", type=float, help="Gb/s of a rail, each way (default: h800 200, h20 400)"
     )
     group.add_argument(
-        "--nvlink-gbps", type=float, help="Gb/s of a GPU, each way (default: h800 1600, h20 3600)"
+        "--nvlink-gbps",
+        type=float,
+        help="Gb/s of a GPU's NVLink, each way (default: h800 1600, h20 3600)",
     )
     group.add_argument(
-        "--incast", choices=tuple(INCAST), default="none", help="what several senders cost"
+        "--incast",
+        type=_incast,
+        default="none",
+        metavar="{" + ",".join(INCAST) + ",A}",
+        help="a receiver with f senders keeps 1 / (1 + a (f - 1)) of its rate: "
+        + ", ".join(f"{name} a = {a:g}" for name, a in INCAST.items())
+        + ", or a itself",
     )
     group.add_argument(
         "--wave-latency-us", type=float, default=0.0, help="added to each window that sends"
@@ -105,14 +152,13 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_schedulers(parser: argparse.ArgumentParser) -> None:
-    from railwave.sched import SCHEDULERS
 
     group = parser.add_argument_group("schedulers")
     group.add_argument(
         "--scheduler",
         action="append",
         metavar="NAME",
-        help=f"{', '.join(SCHEDULERS)} or all; a comma list, or given again (default: all)",
+        help="names as below, or all; a comma list, or given again (default: all)",
     )
     group.add_argument(
         "--rail-rule",
@@ -154,8 +200,10 @@ def _run(args: argparse.Namespace) -> int:
     if plot is not None:
         write_file(args.plot, plot(comparison, title))
     print(title)
-    sent_bytes = int(demand.between_nodes.sum())
-    print(f"{sent_bytes:,} bytes between nodes, T* {comparison.bound_us:,.1f} us\n")
+    print(f"{comparison.sent_bytes:,} bytes between nodes, T* {comparison.bound_us:,.1f} us")
+    for note in _notes(args, comparison, cluster.topo, windows):
+        print(note)
+    print()
     print_comparison(comparison)
     return 0
 
@@ -308,13 +356,26 @@ def _fabric(args: argparse.Namespace, cluster: Preset) -> Fabric:
         value = getattr(args, name)
         if not 0 <= value < math.inf:
             raise ValueError(f"{_flag(name)} must be finite and at least 0, got {value}")
+    incast = INCAST[args.incast] if args.incast in INCAST else float(args.incast)
     return Fabric(
         cluster.rail_gbytes_s * 1e9,
         nvlink_bytes_s=cluster.nvlink_gbytes_s * 1e9,
         wave_latency_s=args.wave_latency_us / 1e6,
         grant_latency_s=args.grant_latency_us / 1e6,
-        incast=INCAST[args.incast],
+        incast=incast,
     )
+
+
+def _incast(text: str) -> str:
+    """Check the name of an incast model, or its number a; return it."""
+    from railwave.sim import INCAST
+
+    if text not in INCAST and not 0 <= float(text) < math.inf:
+        raise ValueError
+    return text
+
+
+_incast.__name__ = "incast"  # argparse names the type in its message
 
 
 def _flag(name: str) -> str:
@@ -335,8 +396,38 @@ def _title(args: argparse.Namespace, source: str) -> str:
     return (
         f"{source}: {', '.join(parts)}\n"
         f"{args.nodes} x {args.gpus} GPUs, {args.rails} rails of {args.gbps:g} Gb/s, "
-        f"NVLink {args.nvlink_gbps:g} Gb/s a GPU, incast {args.incast}"
+        f"NVLink {args.nvlink_gbps:g} Gb/s a GPU, incast {_incast_text(args.incast)}"
     )
+
+
+def _incast_text(incast: str) -> str:
+    from railwave.sim import INCAST
+
+    return f"{incast} (a = {INCAST[incast]:g})" if incast in INCAST else f"a = {incast}"
+
+
+def _notes(
+    args: argparse.Namespace, comparison: Comparison, topo: Topology, windows: Any
+) -> list[str]:
+    """Say what of the run's assumptions a reader might take for a result."""
+    notes = []
+    if windows:
+        notes.append(
+            f"native and rail send in the {len(windows)} window(s) of the workload, in turn; the "
+            "others choose their own"
+        )
+    senders = max(row.fan_in for row in comparison.rows)
+    if args.incast != "none" and senders > INCAST_SENDERS:
+        notes.append(
+            f"incast was read off results with {INCAST_SENDERS} senders; here up to {senders} send "
+            "at once, which nobody measured"
+        )
+    empty = sum(not gpus for gpus in topo.gpus_of_rail)
+    if empty:
+        notes.append(f"{empty} of {topo.rails_per_node} rails have no GPU: they carry nothing")
+    if not comparison.sent_bytes:
+        notes.append("nothing is sent between nodes: there is nothing to compare")
+    return notes
 
 
 def _config(args: argparse.Namespace, source: str, schedulers: list[str]) -> dict[str, Any]:

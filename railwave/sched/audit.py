@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from railwave.sched.demand import Demand
+from railwave.sched.demand import Demand, check_demand
 from railwave.sched.parts import bound_by_rail, owned_by_rail
 from railwave.sched.schedule import COLUMNS, Schedule, sum_by
 
@@ -35,6 +35,7 @@ def audit(schedule: Schedule, demand: Demand) -> None:
         Traceback (most recent call last):
         ValueError: schedule must move 9 bytes of the pair (0, 1), got 8
     """
+    check_demand(demand)
     topo = demand.topo
     if schedule.topo != topo:
         raise ValueError(f"schedule must be for {topo}, got {schedule.topo}")
@@ -106,6 +107,7 @@ def bound_s(demand: Demand, rail_bytes_s: float) -> float:
         >>> bound_s(Demand(owned, bound, Topology(3, 2, 2)), 1.0)
         5.0
     """
+    check_demand(demand)
     if not rail_bytes_s > 0:
         raise ValueError(f"rail_bytes_s must be positive, got {rail_bytes_s}")
     between, nodes = demand.between_nodes, demand.topo.nodes

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from railwave.sched.build import Rows, now_us, redistribute
-from railwave.sched.demand import Demand
+from railwave.sched.demand import Demand, check_demand
 from railwave.sched.parts import bound_by_rail, even_parts, owned_by_rail
 from railwave.sched.schedule import Redistribution, Schedule
 
@@ -101,6 +101,7 @@ def fast(demand: Demand, *, windows: Any = None) -> Schedule:
         >>> staged.window.tolist(), staged.transfer_bytes.tolist()
         ([0, 0, 0, 0], [1, 2, 1, 1])
     """
+    check_demand(demand)
     start_us = now_us()
     topo = demand.topo
     stages = birkhoff(demand.between_nodes)

@@ -70,6 +70,15 @@ class Demand:
         return self.owned.sum(axis=1)
 
 
+def check_demand(demand: Any) -> None:
+    """Raise TypeError for what is no `Demand`."""
+    if not isinstance(demand, Demand):
+        raise TypeError(
+            f"demand must be a railwave.sched.Demand, got {type(demand).__name__}; make one with "
+            "Demand.of(matrix, topo)"
+        )
+
+
 def _checked(table: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return a table of whole, non-negative numbers as int64."""
     array = np.asarray(table)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from railwave.sched.build import now_us, schedule_pairs
-from railwave.sched.demand import Demand
+from railwave.sched.demand import Demand, check_demand
 from railwave.sched.parts import balanced_parts, rule_parts, window_of_pairs
 from railwave.sched.schedule import Schedule
 
@@ -44,6 +44,7 @@ def native(demand: Demand, *, windows: Windows = None, rail_rule: str = "source"
         >>> native(demand, rail_rule="destination").sent_bytes.tolist()
         [[0, 7], [0, 0]]
     """
+    check_demand(demand)
     start_us = now_us()
     window_of, num_windows = window_of_pairs(windows, demand)
     parts = rule_parts(demand, rail_rule)
@@ -74,6 +75,7 @@ def rail(demand: Demand, *, windows: Windows = None, record_bytes: int = 1) -> S
         >>> balanced.sent_bytes.tolist(), balanced.before.moved_bytes.tolist()
         ([[3, 4], [0, 0]], [[4, 0]])
     """
+    check_demand(demand)
     start_us = now_us()
     window_of, num_windows = window_of_pairs(windows, demand)
     parts = balanced_parts(demand, record_bytes)
@@ -99,6 +101,7 @@ def permutation(demand: Demand, *, windows: Windows = None, barrier: bool = True
         >>> waves.destination.tolist(), waves.window.tolist()
         ([1, 2], [0, 1])
     """
+    check_demand(demand)
     start_us = now_us()
     how = {"name": "permutation", "rail_rule": "source"} | _waves(barrier)
     parts = rule_parts(demand, "source")
@@ -127,6 +130,7 @@ def joint(
         >>> joint(demand).transfer_bytes.tolist()
         [3, 4]
     """
+    check_demand(demand)
     start_us = now_us()
     how = {"name": "joint"} | _waves(barrier)
     parts = balanced_parts(demand, record_bytes)
@@ -154,6 +158,7 @@ def rate(demand: Demand, *, windows: Windows = None) -> Schedule:
         >>> paced.paced, int(paced.received_bytes.max())
         (True, 10)
     """
+    check_demand(demand)
     start_us = now_us()
     how = {"name": "rate", "rail_rule": "source", "paced": True}
     parts = rule_parts(demand, "source")

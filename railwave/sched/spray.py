@@ -11,7 +11,7 @@ import numpy as np
 
 from railwave._check import check_positive_int
 from railwave.sched.build import now_us, schedule_pairs
-from railwave.sched.demand import Demand
+from railwave.sched.demand import Demand, check_demand
 from railwave.sched.parts import window_of_pairs
 from railwave.sched.schedule import Schedule
 
@@ -45,6 +45,7 @@ def rails_lpt(demand: Demand, *, windows: Any = None, chunk_bytes: int = 1 << 20
         >>> sprayed.sent_bytes[0].tolist(), sprayed.received_bytes.tolist()
         ([4, 5], [[0, 0], [4, 3], [0, 2]])
     """
+    check_demand(demand)
     start_us = now_us()
     check_positive_int(chunk_bytes, "chunk_bytes")
     sizes, destinations = _sorted_chunks(demand, chunk_bytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 # a of the receiver efficiency 1 / (1 + a (f - 1)): none; as mild as the paper's replay (Figure
@@ -25,7 +26,7 @@ class Fabric:
             1 / (1 + a (f - 1)). See `INCAST`.
 
     Raises:
-        ValueError: a value out of range.
+        TypeError, ValueError: a value that is no number, or out of range.
 
     Example:
         Five senders under severe incast: 1 / (1 + 4 * 4).
@@ -41,6 +42,10 @@ class Fabric:
     incast: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         for name in ("rail_bytes_s", "nvlink_bytes_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -26,6 +26,7 @@ class Result:
     sent_bytes: np.ndarray  # (N, R) int64, by sending NIC
     received_bytes: np.ndarray  # (N, R) int64, by receiving NIC
     rail_share: np.ndarray  # (R,) float64, each rail's part of all bytes; zeros without any
+    fan_in: int  # the most transfers that one NIC receives at the same time
     send_busy: np.ndarray  # (N, R) float64, each NIC's mean use while sending, of its line rate
     # Bytes between nodes / (GPUs * time), in 1e9 bytes/s: a demand has none within nodes.
     algbw_gbs: float
@@ -79,9 +80,10 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
         raise TypeError(f"fabric must be a Fabric, got {type(fabric).__name__}")
     before_s = schedule.before.port_bytes.max(axis=1) / fabric.nvlink_bytes_s
     after_s = schedule.after.port_bytes.max(axis=1) / fabric.nvlink_bytes_s
-    window_s, has_shared_port = _window_times(schedule, fabric)
+    window_s, send_flows, receive_flows = _window_times(schedule, fabric)
     latency_s = _latencies(schedule, fabric)
     if schedule.order == "free":
+        has_shared_port = (send_flows > 1) | (receive_flows > 1)
         if has_shared_port.any():
             raise ValueError(
                 f"schedule must have one transfer a port in each window where order is 'free'; "
@@ -94,13 +96,15 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
         time_s = before_s[0] + steps.sum() + after_s[-1]
     else:
         time_s = (before_s + latency_s + window_s + after_s).sum()
-    return _result(schedule, fabric, float(time_s), window_s, before_s, after_s)
+    fan_in = int(receive_flows.max(initial=0))
+    return _result(schedule, fabric, float(time_s), fan_in, window_s, before_s, after_s)
 
 
 def _result(
     schedule: Schedule,
     fabric: Fabric,
     time_s: float,
+    fan_in: int,
     window_s: np.ndarray,
     before_s: np.ndarray,
     after_s: np.ndarray,
@@ -117,6 +121,7 @@ def _result(
         sent_bytes=sent,
         received_bytes=schedule.received_bytes,
         rail_share=sent.sum(axis=0) / max(total, 1),
+        fan_in=fan_in,
         send_busy=busy,
         algbw_gbs=algbw_gbs,
         busbw_gbs=algbw_gbs * (ranks - 1) / ranks,
@@ -131,8 +136,8 @@ def _ports(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, int]:
     return send, receive, schedule.topo.nodes * rails
 
 
-def _window_times(schedule: Schedule, fabric: Fabric) -> tuple[np.ndarray, np.ndarray]:
-    """Return (W,) float64 seconds of transfers, and (W,) bool, whether a port has two of them."""
+def _window_times(schedule: Schedule, fabric: Fabric) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (W,) float64 seconds of transfers; (W,) int64, the most of one sender, receiver."""
     send, receive, ports = _ports(schedule)
     shape = (schedule.num_windows, ports)
     send_load, send_flows = _load(schedule, send, shape)
@@ -144,7 +149,7 @@ def _window_times(schedule: Schedule, fabric: Fabric) -> tuple[np.ndarray, np.nd
         window_s[shared] = 0
         window, end_s = _fluid(schedule, fabric, chosen, send, receive, ports)
         np.maximum.at(window_s, window, end_s)
-    return window_s, (send_flows > 1) | (receive_flows > 1)
+    return window_s, send_flows, receive_flows
 
 
 def _load(schedule: Schedule, port: np.ndarray, shape: tuple[int, int]) -> tuple:

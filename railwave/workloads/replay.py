@@ -85,7 +85,10 @@ def replay_windows(pattern: str, nodes: int) -> tuple[frozenset[tuple[int, int]]
     if nodes < 2:
         raise ValueError(f"nodes must be at least 2 for a replay, got {nodes}")
     if pattern in _FOUR_NODE_WAVES and nodes != 4:
-        raise ValueError(f"nodes must be 4 for {pattern!r} (Table 8), got {nodes}")
+        raise ValueError(
+            f"nodes must be 4 for {pattern!r} (the paper's Table 8), got {nodes}; ring and "
+            "permutation take any number from 2"
+        )
     if pattern == "ring":
         table = waves(nodes)[:1]
     else:
