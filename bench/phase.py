@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from railwave.sched import SCHEDULERS, Schedule, source_rail_skew
+from railwave.sched import SCHEDULERS, Demand, Schedule, audit, source_rail_skew
 from railwave.sim import INCAST, Fabric, simulate
 from railwave.workloads import RECORD_BYTES, Preset, Replay
 
@@ -36,7 +37,14 @@ class Seconds:
 def schedule_path(path: str, replayed: Replay) -> Schedule:
     """Schedule one of PATHS with whole records, over the windows that were submitted."""
     whole = {"record_bytes": RECORD_BYTES} if path in ("rail", "joint") else {}
-    return SCHEDULERS[path](replayed.demand, windows=replayed.windows, **whole)
+    return planned(SCHEDULERS[path], replayed.demand, windows=replayed.windows, **whole)
+
+
+def planned(scheduler: Callable[..., Schedule], demand: Demand, **options: Any) -> Schedule:
+    """Schedule a demand, and audit the schedule."""
+    schedule = scheduler(demand, **options)
+    audit(schedule, demand)
+    return schedule
 
 
 def turned(schedule: Schedule) -> Schedule:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.phase import worst_node
+from bench.phase import planned, worst_node
 from railwave import Topology
 from railwave.sched import SCHEDULERS, Demand, Schedule, bound_s, source_rail_skew
 from railwave.sched.parts import bound_by_rail, owned_by_rail
@@ -154,7 +154,7 @@ def bound_ratios(counts: Counts, incast: str) -> dict[str, dict[tuple[int, int, 
         demand = demand_from_counts(table, TRACE_TOPO)
         bound = bound_s(demand, RAIL_BYTES_S)
         for name, scheduler in CONTESTANTS.items():
-            ratios[name][place] = simulate(scheduler(demand), fabric).time_s / bound
+            ratios[name][place] = simulate(planned(scheduler, demand), fabric).time_s / bound
     return ratios
 
 
@@ -217,11 +217,12 @@ def rails(seed: int = 0) -> Iterator[dict[str, Any]]:
         bound = bound_s(demand, RAIL_BYTES_S)
         for incast in INCAST:
             fabric = Fabric(RAIL_BYTES_S, incast=INCAST[incast])
-            sprayed = SCHEDULERS["rails_lpt"](demand)
+            sprayed = planned(SCHEDULERS["rails_lpt"], demand)
             lpt = simulate(sprayed, fabric).time_s
-            joint = simulate(SCHEDULERS["joint"](demand), fabric).time_s
+            joint = simulate(planned(SCHEDULERS["joint"], demand), fabric).time_s
             for rule in ("source", "destination"):
-                native = simulate(SCHEDULERS["native"](demand, rail_rule=rule), fabric).time_s
+                ruled = planned(SCHEDULERS["native"], demand, rail_rule=rule)
+                native = simulate(ruled, fabric).time_s
                 yield {
                     "result": "rails",
                     "demand": name,
@@ -253,7 +254,7 @@ def uneven_pairs(nodes: tuple[int, ...] = (4, 8, 16, 32)) -> Iterator[dict[str, 
             demand = Demand(per_gpu.transpose(0, 2, 1), per_gpu, Topology(N, 8, 8))
             bound = bound_s(demand, RAIL_BYTES_S)
             for name in ("native", "joint", "joint, no barriers", "rails_lpt", "fast"):
-                time_s = simulate(CONTESTANTS[name](demand), fabric).time_s
+                time_s = simulate(planned(CONTESTANTS[name], demand), fabric).time_s
                 ratios.setdefault(name, []).append(time_s / bound)
         yield {
             "result": "uneven pairs",

@@ -22,11 +22,13 @@ def check_int(value: Any, name: str) -> int:
     raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
 
 
-def check_positive_int(value: Any, name: str) -> int:
-    """Return `value` as an int of at least 1."""
+def check_positive_int(value: Any, name: str, *, below: int | None = None) -> int:
+    """Return `value` as an int of at least 1, and below a bound if there is one."""
     number = check_int(value, name)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
+    if below is not None and number >= below:
+        raise ValueError(f"{name} must be below {below}, got {number}")
     return number
 
 

@@ -55,7 +55,8 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+        literal = title.replace("$", r"\$")  # a file's name is no formula
+        figure.suptitle(literal, x=0.01, ha="left", fontsize="medium")
     return figure
 
 

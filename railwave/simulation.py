@@ -89,6 +89,8 @@ def compare_schedulers(
         (2.0, (0.5, 0.5))
     """
     check_demand(demand)
+    if not schedulers:
+        raise ValueError("schedulers must name at least one, got none")
     if isinstance(schedulers, str):
         raise TypeError(f"schedulers must be a sequence of names, got {schedulers!r}")
     for what, names in (("schedulers", schedulers), ("options", options or {})):
@@ -116,7 +118,7 @@ def _row(name: str, result: Result, plan_us: float, native_us: float, bound_us: 
         scheduler=name,
         time_us=time_us,
         speedup=native_us / time_us if time_us else 1.0,
-        ratio_to_bound=time_us / bound_us if bound_us else 1.0,
+        ratio_to_bound=max(1.0, time_us / bound_us) if bound_us else 1.0,  # float64 rounds below
         algbw_gbs=result.algbw_gbs,
         busbw_gbs=result.busbw_gbs,
         plan_us=plan_us,

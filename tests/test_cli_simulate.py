@@ -6,12 +6,15 @@ Letters: N nodes, G GPUs a node, R rails, W ranks.
 import doctest
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 import railwave
+from railwave.cli import write_json
 from railwave.cli.simulate import _RECORD, _SOURCES
 from railwave.sched import SCHEDULERS, Demand
 from railwave.sim import Fabric
@@ -205,9 +208,9 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         (["--nodes=8"], "nodes must be 4 for 'extreme' (the paper's Table 8), got 8; ring"),
         (["--workload=r28", "--hot-rails=9"], "hot_rails must be in [1, 8], got 9"),
         (["--layer=45"], "--layer must be in [0, 45), got 45"),
-        (["--gbps=0"], "--gbps must be finite and above 0, got 0.0"),
-        (["--nvlink-gbps=inf"], "--nvlink-gbps must be finite and above 0, got inf"),
-        (["--wave-latency-us=-1"], "--wave-latency-us must be finite and at least 0, got -1.0"),
+        (["--gbps=0"], "--gbps must be in [1e-06, 1e+09] Gb/s, got 0.0"),
+        (["--nvlink-gbps=inf"], "--nvlink-gbps must be in [1e-06, 1e+09] Gb/s, got inf"),
+        (["--wave-latency-us=-1"], "--wave-latency-us must be in [0, 1e+12] us, got -1.0"),
         (["--gpus=0"], "gpus_per_node must be at least 1, got 0"),
         (["--incast=some"], "argument --incast: invalid incast value: 'some'"),
         (["--chunk-bytes=0"], "chunk_bytes must be at least 1, got 0"),
@@ -317,3 +320,83 @@ def test_wrong_names_and_numbers_are_refused():
         compare_schedulers(demand, Fabric(1.0), options={"jiont": {}})
     with pytest.raises(TypeError, match="incast must be a number, got 'severe'"):
         Fabric(1.0, incast="severe")
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--gbps=1e-310"], "--gbps must be in"),
+        (["--incast=1e308"], "--incast"),
+        (["--wave-latency-us=1e308"], "--wave-latency-us must be in"),
+        (["--workload=n28", f"--record-bytes={10**30}"], "record_bytes must be below"),
+        (["--workload=uniform", f"--chunk-bytes={10**30}"], "chunk_bytes must be below"),
+        (["--workload=uniform", "--tokens=1000000000000000000"], "more memory than there is"),
+        (["--json=out.png", "--plot=out.png"], "--json must be another file than --plot"),
+        (["--demand=d.npy", "--json=d.npy"], "--json must be another file than --demand"),
+    ],
+)
+def test_what_would_hang_overflow_or_overwrite_is_refused(argv, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("d.npy", np.zeros((4, 4), int))
+    before = (tmp_path / "d.npy").read_bytes()
+    result = run("simulate", *argv)
+    assert result.code == 2 and said in result.err and result.out == ""
+    assert (tmp_path / "d.npy").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content", [b"PK\x03\x04", b"", b"\x93NUMPY\x01\x00\x0a\x00{'descr': ", b"\xff" * 40]
+)
+def test_a_damaged_npy_is_named(content, tmp_path):
+    file = tmp_path / "demand.npy"
+    file.write_bytes(content)
+    result = run("simulate", "--demand", file, "--nodes=2", "--gpus=2")
+    assert result.code == 2 and f"{file}: must be a .npy file of numbers" in result.err
+
+
+def test_a_very_large_demand_is_sprayed_in_larger_chunks(tmp_path):
+    matrix = np.zeros((4, 4), np.int64)
+    matrix[0, 2] = matrix[2, 0] = 2**51
+    np.save(tmp_path / "demand.npy", matrix)
+    result = run("simulate", "--demand", tmp_path / "demand.npy", "--nodes=2", "--gpus=2")
+    assert (result.code, result.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "matrix, said",
+    [
+        ([[0, 2**53], [0, 0]], r"whole numbers of bytes in \[0, 2\*\*53\), got 9007199254740992"),
+        ([[0, 2**52], [2**52, 0]], r"a sum below 2\*\*53 bytes"),
+        ([[0, np.inf], [0, 0]], r"got inf at \(0, 1\)"),
+        ([[0, np.nan], [0, 0]], r"got nan at \(0, 1\)"),
+        ([[0, -1], [0, 0]], r"got -1 at \(0, 1\)"),
+        ([[0, 0.5], [0, 0]], r"got 0.5 at \(0, 1\)"),
+    ],
+)
+def test_a_demand_whose_sums_would_not_be_exact_is_refused(matrix, said):
+    with pytest.raises(ValueError, match=f"matrix must .*{said}"):
+        Demand.of(matrix, railwave.Topology(2, 1, 1))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_dollar_in_a_files_name_is_no_formula(tmp_path):
+    file = tmp_path / "a$b_{$.csv"
+    file.write_text("0,1\n2,0\n")
+    argv = ("--demand", file, "--nodes=2", "--gpus=1", "--plot", tmp_path / "p.png")
+    assert run("simulate", *argv).code == 0
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{sys.executable} -m railwave simulate --scheduler=native; echo $? >&2"
+    ended = subprocess.run(
+        ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.split() == ["141"]
+
+
+def test_another_programs_part_is_not_removed(tmp_path):
+    part = tmp_path / f"x.json.{os.getpid()}.part"
+    part.write_text("another's")
+    with pytest.raises(FileExistsError):
+        write_json(str(tmp_path / "x.json"), {})
+    assert part.read_text() == "another's"

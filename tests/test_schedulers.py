@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from demands import demands, equal_pairs, random_demand, windows_of
 from railwave import sched
-from railwave.sched import SCHEDULERS, Demand, audit, bound_s
+from railwave.sched import SCHEDULERS, Demand, audit, bound_s, build
 from railwave.sched.birkhoff import birkhoff
 from railwave.sched.parts import owned_by_rail
 from railwave.topology import Topology
@@ -130,7 +130,10 @@ def test_audit_finds_what_is_wrong():
         ({"transfer_bytes": good.transfer_bytes * (1 - first)}, "transfer_bytes must be at least"),
         ({"window": good.window + first}, r"window must be in \[0, 1\), got 1"),
         ({"destination": np.where(first, good.source, good.destination)}, "differ from source"),
-        ({"source_rail": other_rail}, "rail of their source GPU"),
+        (
+            {"source_rail": other_rail, "destination_rail": other_rail},
+            "rail of their source GPU",
+        ),
         ({"source_rail": good.source_rail - 9}, r"source_rail must be in \[0, 2\)"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -300,3 +303,36 @@ def test_examples_in_docstrings(name):
 def test_every_scheduler_has_an_example_and_a_source():
     for function in SCHEDULERS.values():
         assert "Example:" in function.__doc__ and "Source: " in function.__doc__
+
+
+def test_audit_finds_uneven_rails_crossed_rails_and_shared_receivers():
+    matrix = np.zeros((6, 6), int)
+    matrix[0, 2], matrix[2, 5], matrix[4, 1], matrix[0, 4] = 8, 6, 4, 6
+    demand = Demand.of(matrix, Topology(3, 2, 2))
+    joint = SCHEDULERS["joint"](demand, record_bytes=2)
+    audit(joint, demand)
+    zero = joint.source_rail * 0
+    with pytest.raises(ValueError, match="evenly over its rails, to within 2 bytes; pair"):
+        audit(dataclasses.replace(joint, source_rail=zero, destination_rail=zero), demand)
+    with pytest.raises(ValueError, match="source_rail and destination_rail must be the same"):
+        audit(dataclasses.replace(joint, destination_rail=1 - joint.source_rail), demand)
+    with pytest.raises(ValueError, match="in a wave a node must send to one other, got 2 for node"):
+        audit(dataclasses.replace(joint, window=joint.window * 0), demand)
+
+
+def test_audit_refuses_what_is_no_schedule():
+    demand = Demand.of(np.zeros((2, 2), int), Topology(2, 1, 1))
+    with pytest.raises(TypeError, match="schedule must be a railwave Schedule, got NoneType"):
+        audit(None, demand)
+
+
+@settings(max_examples=40, deadline=None)
+@given(demands())
+def test_fast_redistributes_as_many_bytes_as_it_has(demand):
+    def redistribute(topo, have, want, *others):
+        assert np.array_equal(have.sum(axis=1), want.sum(axis=1)) and (want >= 0).all()
+        return build.redistribute(topo, have, want, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("railwave.sched.birkhoff.redistribute", redistribute)
+        SCHEDULERS["fast"](demand)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from railwave.cli.output import check_writable, write_json
 __all__ = ["check_writable", "main", "write_json"]
 
 logger = logging.getLogger("railwave")
+
+PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
+TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")  # torch's words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,10 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
         with _logging(args.verbose):
             return args.command(args)
-    except (ValueError, TypeError, OSError) as error:
+    except BrokenPipeError:
+        # Whoever reads the output has enough; Python would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except (ValueError, TypeError, OverflowError, OSError) as error:
         return _refuse(str(error))
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in TOO_LARGE):
             raise
         return _refuse("this run needs more memory than there is; make its sizes smaller")
     except KeyboardInterrupt:

@@ -45,8 +45,9 @@ def write_file(path: str, content: bytes) -> None:
         return
     target = os.path.realpath(path)
     part = f"{target}.{os.getpid()}.part"
+    file = open(part, "xb")  # noqa: SIM115  (what is another's is not removed below)
     try:
-        with open(part, "xb") as file:
+        with file:
             file.write(content)
         if os.path.exists(target):
             shutil.copymode(target, part)

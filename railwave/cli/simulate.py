@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +167,9 @@ def _add_schedulers(parser: argparse.ArgumentParser) -> None:
         help="native: whose GPU's rail is taken",
     )
     group.add_argument(
-        "--chunk-bytes", type=int, default=1 << 20, help="rails_lpt: the largest chunk"
+        "--chunk-bytes",
+        type=int,
+        help="rails_lpt: the largest chunk (default: 1 MiB, larger for very large demands)",
     )
 
 
@@ -194,11 +196,12 @@ def _run(args: argparse.Namespace) -> int:
     with progress_bar(len(schedulers) + ("native" not in schedulers)) as progress:
         comparison = compare_schedulers(demand, fabric, progress=progress, **how)
     title = _title(args, source)
+    picture = plot(comparison, title) if plot else None
     if args.json is not None:
         config = _config(args, source, schedulers)
         write_json(args.json, {**comparison.to_json(), "config": config})
-    if plot is not None:
-        write_file(args.plot, plot(comparison, title))
+    if picture is not None:
+        write_file(args.plot, picture)
     print(title)
     print(f"{comparison.sent_bytes:,} bytes between nodes, T* {comparison.bound_us:,.1f} us")
     for note in _notes(args, comparison, cluster.topo, windows):
@@ -212,6 +215,7 @@ def _check_outputs(args: argparse.Namespace) -> Callable[[Comparison, str], byte
     """Refuse files that cannot be written; return what draws the plot, if one is asked for."""
     if args.json is not None:
         check_writable(args.json)
+    _check_apart(args)
     if args.plot is None:
         return None
     check_writable(args.plot, "--plot")
@@ -220,7 +224,7 @@ def _check_outputs(args: argparse.Namespace) -> Callable[[Comparison, str], byte
         raise ValueError(f"--plot must end in {', '.join(PLOT_SUFFIXES)}, got {args.plot!r}")
     try:
         from railwave.plots import plot_comparison
-    except ModuleNotFoundError:
+    except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'railwave[notebook]'") from None
 
     def draw(comparison: Comparison, title: str) -> bytes:
@@ -230,6 +234,16 @@ def _check_outputs(args: argparse.Namespace) -> Callable[[Comparison, str], byte
         return file.getvalue()
 
     return draw
+
+
+def _check_apart(args: argparse.Namespace) -> None:
+    """Refuse to write one file over another, or over what is read."""
+    files = {name: getattr(args, name) for name in ("json", "plot", "demand", "loads")}
+    given = {name: os.path.realpath(file) for name, file in files.items() if file}
+    for output in ("json", "plot"):
+        for name, file in given.items():
+            if name != output and given.get(output) == file:
+                raise ValueError(f"--{output} must be another file than --{name}, got {file!r}")
 
 
 # What is sent
@@ -343,8 +357,8 @@ def _cluster(args: argparse.Namespace) -> Preset:
     args.rails = rails
     for name, rate in (("gbps", base.rail_gbytes_s), ("nvlink_gbps", base.nvlink_gbytes_s)):
         value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{_flag(name)} must be finite and above 0, got {value}")
+        if value is not None and not 1e-6 <= value <= 1e9:
+            raise ValueError(f"{_flag(name)} must be in [1e-06, 1e+09] Gb/s, got {value}")
         setattr(args, name, rate * BITS_PER_BYTE if value is None else value)
     return Preset(topo, args.gbps / BITS_PER_BYTE, args.nvlink_gbps / BITS_PER_BYTE)
 
@@ -354,8 +368,8 @@ def _fabric(args: argparse.Namespace, cluster: Preset) -> Fabric:
 
     for name in ("wave_latency_us", "grant_latency_us"):
         value = getattr(args, name)
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{_flag(name)} must be finite and at least 0, got {value}")
+        if not 0 <= value <= 1e12:
+            raise ValueError(f"{_flag(name)} must be in [0, 1e+12] us, got {value}")
     incast = INCAST[args.incast] if args.incast in INCAST else float(args.incast)
     return Fabric(
         cluster.rail_gbytes_s * 1e9,
@@ -370,7 +384,7 @@ def _incast(text: str) -> str:
     """Check the name of an incast model, or its number a; return it."""
     from railwave.sim import INCAST
 
-    if text not in INCAST and not 0 <= float(text) < math.inf:
+    if text not in INCAST and not 0 <= float(text) <= 1e6:
         raise ValueError
     return text
 

@@ -13,9 +13,10 @@ def audit(schedule: Schedule, demand: Demand) -> None:
     """Raise unless the transfers rebuild the demand exactly.
 
     Checked: nodes, rails and windows in range; no empty transfer and none within a node; only
-    eligible rails; the bytes of every pair of nodes; and, where the schedule names a rail rule, on
-    every rail: what the GPUs of an eligible rail have stays there, and what the others have is
-    divided evenly.
+    eligible rails, the same at both ends; in waves, one sender a receiver; the bytes of every pair
+    of nodes; and, where the schedule names a rail rule, the bytes on every rail: even to within a
+    unit; or what the GPUs of an eligible rail have, and of what the others have an even part. Not
+    checked: what NVLink moves.
 
     Args:
         schedule: what a scheduler made.
@@ -36,6 +37,8 @@ def audit(schedule: Schedule, demand: Demand) -> None:
         ValueError: schedule must move 9 bytes of the pair (0, 1), got 8
     """
     check_demand(demand)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a railwave Schedule, got {type(schedule).__name__}")
     topo = demand.topo
     if schedule.topo != topo:
         raise ValueError(f"schedule must be for {topo}, got {schedule.topo}")
@@ -56,6 +59,13 @@ def audit(schedule: Schedule, demand: Demand) -> None:
             pair = (int(schedule.source[where]), int(schedule.destination[where]))
             rail = int(getattr(schedule, name)[where])
             raise ValueError(f"{name} must be eligible for the pair {pair}, got {rail}")
+    apart = schedule.source_rail != schedule.destination_rail
+    if apart.any():
+        where = int(np.flatnonzero(apart)[0])
+        rails = int(schedule.source_rail[where]), int(schedule.destination_rail[where])
+        raise ValueError(f"source_rail and destination_rail must be the same rail, got {rails}")
+    if schedule.granted:
+        _audit_waves(schedule)
     pair = schedule.source * N + schedule.destination
     sent = sum_by(pair * R + schedule.source_rail, schedule.transfer_bytes, N * N * R)
     sent = sent.reshape(N, N, R)
@@ -64,8 +74,37 @@ def audit(schedule: Schedule, demand: Demand) -> None:
         raise ValueError(
             f"schedule must move {wanted[s, d]} bytes of the pair {(s, d)}, got {sent[s, d].sum()}"
         )
-    if schedule.rail_rule is not None:
+    if schedule.rail_rule == "even":
+        _audit_even(schedule.unit_bytes, sent, demand)
+    elif schedule.rail_rule is not None:
         _audit_rails(schedule.rail_rule, sent, demand)
+
+
+def _audit_waves(schedule: Schedule) -> None:
+    """Refuse a window in which a node sends to two, or receives from two."""
+    N = schedule.topo.nodes
+    # All rails of a pair count as one.
+    pairs = np.unique((schedule.window * N + schedule.source) * N + schedule.destination)
+    window, pair = np.divmod(pairs, N * N)
+    for name, node in (("send to", pair // N), ("receive from", pair % N)):
+        count = np.bincount(window * N + node)
+        for where in np.flatnonzero(count > 1)[:1].tolist():
+            raise ValueError(
+                f"in a wave a node must {name} one other, got {count[where]} for node {where % N} "
+                f"in window {where // N}"
+            )
+
+
+def _audit_even(unit_bytes: int, sent: np.ndarray, demand: Demand) -> None:
+    eligible = demand.topo.eligible_rails.numpy()
+    most = np.where(eligible, sent, 0).max(axis=2)
+    least = np.where(eligible, sent, sent.max(initial=0)).min(axis=2)
+    wrong = (most - least > unit_bytes) & (demand.between_nodes > 0)
+    for s, d in np.argwhere(wrong)[:1].tolist():
+        raise ValueError(
+            f"schedule must send a pair evenly over its rails, to within {unit_bytes} bytes; pair "
+            f"{(s, d)} sends {sent[s, d].tolist()}"
+        )
 
 
 def _audit_rails(rail_rule: str, sent: np.ndarray, demand: Demand) -> None:

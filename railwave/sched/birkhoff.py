@@ -89,7 +89,7 @@ def fast(demand: Demand, *, windows: Any = None) -> Schedule:
         demand: what must be moved.
         windows: not read: stages take the place of the windows.
 
-    Source: FAST (Lei et al. 2026), in the notes' words.
+    Source: FAST (Lei et al. 2026), the paper's baseline (section 4.1).
 
     Example:
         One stage moves 3 bytes one way and 2 the other, over 2 rails; the remainder of 3 goes to
@@ -172,10 +172,14 @@ def _augment(
 def _bound_parts(rows: Rows, amount: np.ndarray, demand: Demand) -> np.ndarray:
     """Return (P, R) int64, the rails that a row's bytes are bound for: its pair's shares.
 
-    To the nearest byte, since stages do not say which of a pair's bytes they move.
+    By largest remainder, since stages do not say which of a pair's bytes they move.
     """
     bound = bound_by_rail(demand)[rows.source, rows.destination]
-    return np.rint(bound * (amount / bound.sum(axis=1))[:, None]).astype(np.int64)
+    exact = bound * (amount / bound.sum(axis=1))[:, None]
+    parts = np.floor(exact).astype(np.int64)
+    missing = amount - parts.sum(axis=1)
+    place = np.argsort(np.argsort(parts - exact, axis=1, kind="stable"), axis=1, kind="stable")
+    return parts + (place < missing[:, None])
 
 
 def _balance_tiles(rows: Rows, demand: Demand, num_windows: int) -> Redistribution:

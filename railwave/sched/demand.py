@@ -12,6 +12,8 @@ import numpy as np
 
 from railwave.topology import Topology
 
+MOST_BYTES = 2**53  # in all: sums in float64 are exact below
+
 
 @dataclass(frozen=True, eq=False)
 class Demand:
@@ -26,8 +28,9 @@ class Demand:
         topo: the cluster.
 
     Raises:
-        TypeError, ValueError: a wrong type, shape or sign; bytes from a node to itself; or tables
-            whose sums over GPUs differ.
+        TypeError, ValueError: a wrong type or shape; an entry that is not a whole number in
+            [0, 2**53), or a sum that is not below; bytes from a node to itself; or tables whose
+            sums over GPUs differ.
 
     Example:
         >>> topo = Topology(nodes=2, gpus_per_node=2, rails_per_node=2)
@@ -58,6 +61,8 @@ class Demand:
     @classmethod
     def of(cls, matrix: Any, topo: Topology) -> Demand:
         """Take the margins of a (W, W) table of bytes from rank to rank."""
+        if not isinstance(topo, Topology):
+            raise TypeError(f"topo must be a railwave.Topology, got {type(topo).__name__}")
         N, G = topo.nodes, topo.gpus_per_node
         table = _checked(matrix, "matrix", (N * G, N * G)).reshape(N, G, N, G)
         away = ~np.eye(N, dtype=bool)
@@ -80,14 +85,24 @@ def check_demand(demand: Any) -> None:
 
 
 def _checked(table: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a table of whole, non-negative numbers as int64."""
-    array = np.asarray(table)
+    """Return a table of whole numbers in [0, 2**53), with a sum below that, as int64."""
+    if hasattr(table, "detach"):
+        table = table.detach().cpu()
+    try:
+        array = np.asarray(table)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise TypeError(f"{name} must be numbers of bytes of shape {shape}: {error}") from None
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} must be numbers of bytes, got {array.dtype}")
     if array.shape != shape:
         raise ValueError(f"{name} must be of shape {shape}, got {array.shape}")
-    if array.dtype.kind == "f" and not np.array_equal(array, np.floor(array)):
-        raise ValueError(f"{name} must be whole numbers of bytes")
-    if array.size and array.min() < 0:
-        raise ValueError(f"{name} must not be negative, got {array.min()}")
+    wrong = ~((array >= 0) & (array < MOST_BYTES) & (array == np.floor(array)))
+    for place in np.argwhere(wrong)[:1].tolist():
+        raise ValueError(
+            f"{name} must be whole numbers of bytes in [0, 2**53), got {array[tuple(place)]} at "
+            f"{tuple(place)}"
+        )
+    total = float(array.sum(dtype=np.float64))
+    if total >= MOST_BYTES:
+        raise ValueError(f"{name} must have a sum below 2**53 bytes, got {total:.4g}")
     return array.astype(np.int64)

@@ -6,11 +6,12 @@ Letters: N nodes, G GPUs a node, R rails, P rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from railwave._check import check_index, check_positive_int
-from railwave.sched.demand import Demand
+from railwave.sched.demand import MOST_BYTES, Demand
 from railwave.topology import Topology
 
 
@@ -102,7 +103,7 @@ def balanced_parts(demand: Demand, record_bytes: int) -> np.ndarray:
         >>> balanced_parts(Demand(owned, bound, topo), 10)[0, 1].tolist()
         [10, 20]
     """
-    unit = check_positive_int(record_bytes, "record_bytes")
+    unit = check_positive_int(record_bytes, "record_bytes", below=MOST_BYTES)
     records, rest = np.divmod(demand.between_nodes, unit)
     if rest.any():
         pair = tuple(np.argwhere(rest)[0].tolist())
@@ -178,8 +179,8 @@ def window_of_pairs(
     if windows is None:
         return np.zeros((nodes, nodes), dtype=np.int64), 1
     window_of = np.full((nodes, nodes), -1, dtype=np.int64)
-    for number, window in enumerate(windows):
-        for source, destination in set(window):
+    for number, window in enumerate(windows := _checked_windows(windows)):
+        for source, destination in window:
             check_index(source, nodes, f"windows[{number}]: source")
             check_index(destination, nodes, f"windows[{number}]: destination")
             pair = (source, destination)
@@ -194,6 +195,16 @@ def window_of_pairs(
     for pair in np.argwhere((window_of < 0) & (demand.between_nodes > 0))[:1].tolist():
         raise ValueError(f"windows must have every pair with bytes, got none with {tuple(pair)}")
     return window_of, max(1, len(windows))
+
+
+def _checked_windows(windows: Any) -> list[set[tuple[Any, Any]]]:
+    try:
+        return [{(source, destination) for source, destination in window} for window in windows]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"windows must be collections of (source, destination) pairs, got {windows!r:.80}: "
+            f"{error}"
+        ) from None
 
 
 def _by_rail(by_gpu: np.ndarray, topo: Topology) -> np.ndarray:

@@ -79,7 +79,8 @@ def rail(demand: Demand, *, windows: Windows = None, record_bytes: int = 1) -> S
     start_us = now_us()
     window_of, num_windows = window_of_pairs(windows, demand)
     parts = balanced_parts(demand, record_bytes)
-    return schedule_pairs(demand, parts, window_of, num_windows, start_us, name="rail")
+    how = {"name": "rail", "rail_rule": "even", "unit_bytes": record_bytes}
+    return schedule_pairs(demand, parts, window_of, num_windows, start_us, **how)
 
 
 def permutation(demand: Demand, *, windows: Windows = None, barrier: bool = True) -> Schedule:
@@ -132,7 +133,7 @@ def joint(
     """
     check_demand(demand)
     start_us = now_us()
-    how = {"name": "joint"} | _waves(barrier)
+    how = {"name": "joint", "rail_rule": "even", "unit_bytes": record_bytes} | _waves(barrier)
     parts = balanced_parts(demand, record_bytes)
     return schedule_pairs(demand, parts, *_wave_of_pairs(demand), start_us, **how)
 
@@ -147,7 +148,7 @@ def rate(demand: Demand, *, windows: Windows = None) -> Schedule:
         demand: what must be moved.
         windows: not read: all pairs run at once.
 
-    Source: Cohen et al. 2026, as section 2.4 and the notes tell it.
+    Source: Cohen et al. 2026, as section 2.4 of the paper tells it.
 
     Example:
         Nodes 1 and 2 send 4 and 6 to node 0, whose NIC is the busiest.

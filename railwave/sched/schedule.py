@@ -49,8 +49,11 @@ class Schedule:
             soon as it and its peer have ended theirs.
         paced: senders keep to a rate of bytes / (bytes of the window's busiest NIC), so that no
             receiver is oversubscribed; if not, they share NICs max-min fairly.
-        granted: receivers let each window after the first begin by a grant.
-        rail_rule: "source" or "destination", the GPU whose rail is taken; None for any rail.
+        granted: windows are waves, one sender a receiver; receivers let each after the first begin
+            by a grant.
+        rail_rule: "source" or "destination", the GPU whose rail is taken; "even", every pair evenly
+            over its rails; None for any rail.
+        unit_bytes: what is never divided, where rail_rule is "even".
         plan_us: how long one process took to plan for all nodes, in microseconds.
 
     Raises:
@@ -81,6 +84,7 @@ class Schedule:
     paced: bool = False
     granted: bool = False
     rail_rule: str | None = None
+    unit_bytes: int = 1
     plan_us: float = 0.0
 
     def __post_init__(self) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 
 from railwave._check import check_positive_int
 from railwave.sched.build import now_us, schedule_pairs
-from railwave.sched.demand import Demand, check_demand
+from railwave.sched.demand import MOST_BYTES, Demand, check_demand
 from railwave.sched.parts import window_of_pairs
 from railwave.sched.schedule import Schedule
 
 MAX_CHUNKS = 1 << 26  # of N * K, the size of the tables
 
 
-def rails_lpt(demand: Demand, *, windows: Any = None, chunk_bytes: int = 1 << 20) -> Schedule:
+def rails_lpt(demand: Demand, *, windows: Any = None, chunk_bytes: int | None = None) -> Schedule:
     """Cut every node's flows into chunks and give each, largest first, to its least-loaded rail.
 
     A flow is what one node has for another. Ties go to the lower rail; chunks of one size go in
@@ -27,12 +27,13 @@ def rails_lpt(demand: Demand, *, windows: Any = None, chunk_bytes: int = 1 << 20
     Args:
         demand: what must be moved.
         windows: not read: all pairs run at once.
-        chunk_bytes: the largest chunk. RailS does not publish its own.
+        chunk_bytes: the largest chunk; RailS does not publish its own. Default: 1 MiB, doubled
+            until no node has more than 2**16.
 
     Raises:
         TypeError, ValueError: chunk_bytes below 1, or so small that there are too many chunks.
 
-    Source: RailS (Xu et al. 2026), in the notes' words.
+    Source: RailS (Xu et al. 2026, arXiv 2510.19262).
 
     Example:
         Node 0 cuts 7 bytes for node 1 and 2 for node 2 into chunks of 4, 3 and 2: rails 0 and 1
@@ -47,7 +48,9 @@ def rails_lpt(demand: Demand, *, windows: Any = None, chunk_bytes: int = 1 << 20
     """
     check_demand(demand)
     start_us = now_us()
-    check_positive_int(chunk_bytes, "chunk_bytes")
+    if chunk_bytes is None:
+        chunk_bytes = _default_chunk(demand)
+    check_positive_int(chunk_bytes, "chunk_bytes", below=MOST_BYTES)
     sizes, destinations = _sorted_chunks(demand, chunk_bytes)
     N, R = demand.topo.nodes, demand.topo.rails_per_node
     eligible = demand.topo.eligible_rails.numpy()
@@ -60,6 +63,13 @@ def rails_lpt(demand: Demand, *, windows: Any = None, chunk_bytes: int = 1 << 20
         load[node, rail] += size
         parts[node, destination, rail] += size
     return schedule_pairs(demand, parts, *window_of_pairs(None, demand), start_us, name="rails_lpt")
+
+
+def _default_chunk(demand: Demand) -> int:
+    chunk_bytes, between = 1 << 20, demand.between_nodes
+    while (-(-between // chunk_bytes)).sum(axis=1).max() > 1 << 16:
+        chunk_bytes *= 2
+    return chunk_bytes
 
 
 def _sorted_chunks(demand: Demand, chunk_bytes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,18 +12,25 @@ from typing import Any
 INCAST = {"none": 0.0, "mild": 0.046, "severe": 4.0}
 
 
+# So that no time overflows, whatever is sent.
+RANGES = {
+    **dict.fromkeys(("rail_bytes_s", "nvlink_bytes_s"), (1e-6, 1e18)),
+    **dict.fromkeys(("wave_latency_s", "grant_latency_s", "incast"), (0.0, 1e6)),
+}
+
+
 @dataclass(frozen=True)
 class Fabric:
     """Hold rates, latencies and the incast model.
 
     Args:
-        rail_bytes_s: bytes per second of a NIC, in each direction; positive.
-        nvlink_bytes_s: bytes per second of a GPU's NVLink, in each direction; positive. Infinite:
-            redistribution is free.
-        wave_latency_s: seconds added to each window that sends anything.
+        rail_bytes_s: bytes per second of a NIC, in each direction, in [1e-6, 1e18].
+        nvlink_bytes_s: bytes per second of a GPU's NVLink, in each direction, in the same range.
+            Infinite: redistribution is free.
+        wave_latency_s: seconds added to each window that sends anything, in [0, 1e6].
         grant_latency_s: seconds added to each such window after the first, where receivers grant.
-        incast: a >= 0. A NIC that receives from f NICs at once receives at rail_bytes_s times
-            1 / (1 + a (f - 1)). See `INCAST`.
+        incast: a in [0, 1e6]. A NIC that receives from f NICs at once receives at rail_bytes_s
+            times 1 / (1 + a (f - 1)). See `INCAST`.
 
     Raises:
         TypeError, ValueError: a value that is no number, or out of range.
@@ -46,14 +53,9 @@ class Fabric:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        for name in ("rail_bytes_s", "nvlink_bytes_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not math.isfinite(self.rail_bytes_s):
-            raise ValueError(f"rail_bytes_s must be finite, got {self.rail_bytes_s}")
-        for name in ("wave_latency_s", "grant_latency_s", "incast"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+            low, high = RANGES[name]
+            if not (low <= value <= high or (name == "nvlink_bytes_s" and value == math.inf)):
+                raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
 
     def efficiency(self, num_senders: Any) -> Any:
         """Return 1 / (1 + a (f - 1)) for f senders, an int or an array of at least 1."""

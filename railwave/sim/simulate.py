@@ -56,7 +56,7 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
         TypeError: another class.
         ValueError: order "free" with two transfers of one window at a port.
 
-    Source: shares and costs by the notes; incast by `Fabric`.
+    Source: max-min sharing by `fair`; incast by `Fabric`.
 
     Example:
         Nodes 1 and 2 send 2 and 4 bytes to node 0 by one NIC of 1 byte/s. Together they need 6 s.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tokenize import TokenError
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -60,10 +62,14 @@ def read_demand(path: str | os.PathLike, topo: Topology) -> Demand:
     return Demand.of(table, topo)
 
 
+# What numpy raises for files that are not its own, or no longer.
+DAMAGED = (ValueError, TypeError, EOFError, OverflowError, BadZipFile, TokenError)
+
+
 def _table_of_npy(path: Path) -> np.ndarray:
     try:
         table = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except (*DAMAGED, MemoryError) as error:
         raise ValueError(f"{path}: must be a .npy file of numbers: {error}") from None
     if not isinstance(table, np.ndarray) or table.dtype.kind not in "iuf":
         raise TypeError(f"{path}: must be numbers, got {getattr(table, 'dtype', 'an archive')}")

@@ -93,17 +93,17 @@ def in_bytes(records: torch.Tensor, record_bytes: int) -> np.ndarray:
 
     Raises:
         TypeError: record_bytes is not an int.
-        ValueError: record_bytes is below 1, or all the bytes together are 2**62 or more.
+        ValueError: record_bytes is below 1, or all the bytes together are 2**53 or more.
 
     Example:
         >>> in_bytes(torch.tensor([2, 0]), 14336).tolist()
         [28672, 0]
     """
-    record_bytes = check_positive_int(record_bytes, "record_bytes")
+    record_bytes = check_positive_int(record_bytes, "record_bytes", below=MAX_RECORDS)
     total = float(records.sum(dtype=torch.float64))  # may round, but does not wrap
-    if total * record_bytes >= 2**62:
+    if total * record_bytes >= MAX_RECORDS:
         raise ValueError(
-            f"records x record_bytes must be below 2**62, got {total:.4g} x {record_bytes}"
+            f"records x record_bytes must be below 2**53, got {total:.4g} x {record_bytes}"
         )
     return records.numpy() * record_bytes
 

@@ -165,11 +165,11 @@ def _files_of_iteration(folder: str | os.PathLike, iteration: int) -> list[Path]
     if iteration not in files:
         raise ValueError(f"iteration must be one of {sorted(files)} in {folder}, got {iteration}")
     of_rank = files[iteration]
-    missing = sorted(set(range(max(of_rank) + 1)) - set(of_rank))
-    if missing:
+    if max(of_rank) >= len(of_rank):
+        missing = [rank for rank in range(len(of_rank) + 1) if rank not in of_rank]
         raise ValueError(
             f"folder must hold ranks 0 to {max(of_rank)} of iteration {iteration}, "
-            f"got none for ranks {missing} in {folder}"
+            f"got none for ranks {missing} and perhaps more in {folder}"
         )
     return [of_rank[rank] for rank in range(len(of_rank))]
 

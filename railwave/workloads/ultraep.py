@@ -12,7 +12,7 @@ import torch
 from railwave._check import check_int, check_positive_int
 from railwave.sched import Demand
 from railwave.topology import Topology
-from railwave.workloads.records import RECORD_BYTES, apportion, deal, in_bytes
+from railwave.workloads.records import MAX_RECORDS, RECORD_BYTES, apportion, deal, in_bytes
 
 _MIB = 2**20
 _MIB_PER_GPU = {"N28": 28, "N42": 42, "R28": 28, "R42": 42}
@@ -72,7 +72,9 @@ def ultraep_demand(
     N, G = topo.nodes, topo.gpus_per_node
     if N < 2:
         raise ValueError(f"topo must have at least 2 nodes, got {N}")
-    record_bytes = check_positive_int(record_bytes, "record_bytes")
+    record_bytes = check_positive_int(record_bytes, "record_bytes", below=MAX_RECORDS)
+    if source_weights is not None and case[0] == "R":
+        raise ValueError(f"source_weights must go with N28 or N42, got {case}")
     total = _MIB_PER_GPU[case] * _MIB * topo.num_ranks // record_bytes
     if case[0] == "N":
         sent, owners = apportion(total, _checked_weights(source_weights, N - 1)), list(range(G))
