@@ -24,6 +24,7 @@ LAYERS = [
     "kernels",
     "heap",
     "config",
+    "cost_table",
     "handle",
     "traffic",
     "exchange",

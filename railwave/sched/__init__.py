@@ -17,15 +17,19 @@ from railwave.sched.plan import Plan, plan
 from railwave.sched.quota import native_quota_ref, quota_ref
 from railwave.sched.schedule import Redistribution, Schedule
 from railwave.sched.schedulers import SCHEDULERS
+from railwave.sched.selector import Anchor, Decision, Scales, select
 from railwave.sched.waves import wave_peer, wave_sender, waves
 
 __all__ = [
     "SCHEDULERS",
+    "Anchor",
+    "Decision",
     "Demand",
     "Plan",
     "ProxyMatch",
     "RailMatch",
     "Redistribution",
+    "Scales",
     "Schedule",
     "assign_ref",
     "audit",
@@ -36,6 +40,7 @@ __all__ = [
     "plan",
     "quota_ref",
     "receiver_concentration",
+    "select",
     "source_rail_skew",
     "wave_peer",
     "wave_sender",

@@ -1,0 +1,189 @@
+"""The calibrated table that a selector reads: anchors, and the measurements that they rest on.
+
+JSON, so that people can read it, and checked in every field, since people edit it. A table belongs
+to the configuration whose fingerprint it carries; on another it would mislead, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from railwave.config import PATHS
+from railwave.sched import Anchor, Decision, Scales, select
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured point of traffic, raw."""
+
+    payload_mib: float
+    rho: float
+    kappa: float
+    samples_us: Mapping[str, tuple[float, ...]]  # by path, dispatch and combine, slowest rank
+    verdict: str  # why it became an anchor, or why not
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Anchors of one configuration.
+
+    Args:
+        fingerprint: what the measurements depend on, by name; see `fingerprint`.
+        scales: how traffic is compared with an anchor.
+        anchors: where another path than joint was measured to be faster.
+        points: all that was measured; empty in a table that was not measured here.
+
+    Example:
+        >>> table = CostTable({"rails": "8"}, Scales(rails=8), (Anchor(28, 1, 1, "native"),))
+        >>> table.select(payload_bytes=28 << 20, rho=1.0, kappa=1.0).path
+        'native'
+    """
+
+    fingerprint: Mapping[str, str]
+    scales: Scales
+    anchors: tuple[Anchor, ...] = ()
+    points: tuple[Point, ...] = ()
+
+    def select(self, *, payload_bytes: float, rho: float, kappa: float) -> Decision:
+        """Choose a path, as `railwave.sched.select` does."""
+        traffic = {"payload_bytes": payload_bytes, "rho": rho, "kappa": kappa}
+        return select(self.anchors, self.scales, **traffic)
+
+    def check_fits(self, fingerprint: Mapping[str, str]) -> None:
+        """Raise unless the table is of this configuration.
+
+        Raises:
+            ValueError: with the entries of both fingerprints that differ.
+        """
+        names = sorted({*self.fingerprint, *fingerprint})
+        differ = [n for n in names if self.fingerprint.get(n) != fingerprint.get(n)]
+        if differ:
+            here, there = ({n: of.get(n) for n in differ} for of in (fingerprint, self.fingerprint))
+            raise ValueError(
+                f"the cost table must be of this configuration: here {here}, in the table {there}; "
+                "make one with: railwave calibrate"
+            )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the table to a file, all of it or nothing."""
+        data = {
+            "format": FORMAT,
+            "fingerprint": dict(self.fingerprint),
+            "scales": asdict(self.scales),
+            "anchors": [asdict(anchor) for anchor in self.anchors],
+            "points": [asdict(point) for point in self.points],
+        }
+        part = Path(f"{path}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> CostTable:
+        """Read a table and check every field.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no such table; with the file, the field, the rule and the value.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path}: must be a JSON cost table: {error}") from None
+        try:
+            return cls._of(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def _of(cls, data: Any) -> CostTable:
+        _check_names(data, ("format", "fingerprint", "scales", "anchors", "points"), "the table")
+        if data["format"] != FORMAT:
+            raise ValueError(f"format must be {FORMAT}, got {data['format']!r}")
+        return cls(
+            _fingerprint(data["fingerprint"]),
+            _scales(data["scales"]),
+            tuple(_anchor(a, f"anchors[{i}]") for i, a in _numbered(data["anchors"], "anchors")),
+            tuple(_point(p, f"points[{i}]") for i, p in _numbered(data["points"], "points")),
+        )
+
+
+def _fingerprint(data: Any) -> dict[str, str]:
+    if not isinstance(data, dict) or not all(isinstance(v, str) for v in data.values()):
+        raise ValueError(f"fingerprint must be an object of strings, got {data!r:.80}")
+    return data
+
+
+def _scales(data: Any) -> Scales:
+    _check_names(data, [field.name for field in fields(Scales)], "scales")
+    rails = data["rails"]
+    if type(rails) is not int or rails < 1:
+        raise ValueError(f"scales.rails must be a whole number of at least 1, got {rails!r}")
+    numbers = {n: _number(v, f"scales.{n}", above=0) for n, v in data.items() if n != "rails"}
+    if numbers["payload_factor"] < 1:
+        raise ValueError(
+            f"scales.payload_factor must be at least 1, got {numbers['payload_factor']}"
+        )
+    return Scales(rails=rails, **numbers)
+
+
+def _anchor(data: Any, name: str) -> Anchor:
+    _check_names(data, [field.name for field in fields(Anchor)], name)
+    if data["path"] not in PATHS:
+        raise ValueError(f"{name}.path must be one of {list(PATHS)}, got {data['path']!r}")
+    return Anchor(*_traffic(data, name), data["path"])
+
+
+def _point(data: Any, name: str) -> Point:
+    _check_names(data, [field.name for field in fields(Point)], name)
+    samples = data["samples_us"]
+    if not isinstance(samples, dict) or not set(samples) <= set(PATHS):
+        raise ValueError(f"{name}.samples_us must be an object by path of {list(PATHS)}")
+    measured = {
+        path: tuple(
+            _number(us, f"{name}.samples_us.{path}[{i}]", above=0)
+            for i, us in _numbered(times, f"{name}.samples_us.{path}")
+        )
+        for path, times in samples.items()
+    }
+    if not isinstance(data["verdict"], str):
+        raise ValueError(f"{name}.verdict must be a text, got {data['verdict']!r}")
+    return Point(*_traffic(data, name), measured, data["verdict"])
+
+
+def _traffic(data: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    return (
+        _number(data["payload_mib"], f"{name}.payload_mib", above=0),
+        _number(data["rho"], f"{name}.rho", least=1),
+        _number(data["kappa"], f"{name}.kappa", least=1),
+    )
+
+
+def _check_names(data: Any, names: Any, where: str) -> None:
+    if not isinstance(data, dict) or set(data) != set(names):
+        got = sorted(data) if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"{where} must be an object with the fields {sorted(names)}, got {got}")
+
+
+def _numbered(data: Any, name: str) -> enumerate:
+    if not isinstance(data, list):
+        raise ValueError(f"{name} must be a list, got {type(data).__name__}")
+    return enumerate(data)
+
+
+def _number(value: Any, name: str, *, above: float = -math.inf, least: float = -math.inf) -> float:
+    rule = f"above {above}" if above > -math.inf else f"at least {least}"
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    if not is_number or value <= above or value < least:
+        raise ValueError(f"{name} must be a finite number {rule}, got {value!r}")
+    return float(value)

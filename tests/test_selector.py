@@ -1,0 +1,207 @@
+"""The selector and its table: the paper's anchors and requests, every bound, every field."""
+
+import copy
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from railwave.cost_table import CostTable, Point
+from railwave.sched import Anchor, Scales, select
+from railwave.sched.selector import MIB
+
+# Table 4, its "≈3" as 3.
+TABLE_4 = (
+    Anchor(7, 1, 1, "permutation"),
+    Anchor(7, 1, 3, "permutation"),
+    Anchor(14, 1, 1, "permutation"),
+    Anchor(28, 1, 1, "native"),
+)
+SCALES = Scales(rails=8)
+
+
+def choose(payload_mib, rho=1.0, kappa=1.0, *, anchors=TABLE_4, scales=SCALES):
+    return select(anchors, scales, payload_bytes=payload_mib * MIB, rho=rho, kappa=kappa)
+
+
+@pytest.mark.parametrize(
+    "payload_mib, kappa, path, anchor",
+    [
+        (8.75, 1, "permutation", 0),
+        (8.75, 3, "permutation", 1),
+        (17.5, 1, "permutation", 2),
+        (35, 1, "native", 3),
+        (17.5, 3, "joint", None),
+        (35, 3, "joint", None),
+    ],
+)
+def test_the_papers_anchors_on_the_papers_requests(payload_mib, kappa, path, anchor):
+    decision = choose(payload_mib, kappa=kappa)
+    assert (decision.path, decision.anchor) == (path, anchor)
+    assert (decision.distance is None) == (anchor is None)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("place, path", [(0.999, "native"), (1.0, "native"), (1.001, "joint")])
+def test_each_bound_just_inside_at_and_just_outside(sign, place, path):
+    anchors = (Anchor(28, 3.0, 2.0, "native"),)
+    traffic = {"rho": 3.0, "kappa": 2.0}
+    at = {**traffic, "anchors": anchors}
+    assert choose(28 * (1.25 * place) ** sign, **at).path == path
+    assert choose(28, **{**at, "rho": 3.0 + sign * 0.02 * 7 * place}).path == path
+    assert choose(28, **{**at, "kappa": 2.0 + sign * 0.04 * place}).path == path
+
+
+def test_beyond_a_bound_the_reason_names_it():
+    anchors = (Anchor(28, 1.0, 1.0, "native"),)
+    assert "payload 36 MiB is more than 1.25 times" in choose(36, anchors=anchors).reason
+    assert "rho differs by 0.1429" in choose(28, rho=2.0, anchors=anchors).reason
+    assert "kappa differs by 0.5" in choose(28, kappa=2.0, anchors=anchors).reason
+    assert "no anchor" in choose(28, anchors=()).reason
+    assert choose(0).path == "native" and "no remote payload" in choose(0).reason
+
+
+def test_the_nearest_anchor_wins_and_the_first_of_equals():
+    anchors = (
+        Anchor(24, 1, 1, "rail"),
+        Anchor(28, 1, 1, "native"),
+        Anchor(28, 1, 1, "permutation"),
+    )
+    assert choose(27, anchors=anchors).anchor == 1
+    assert choose(25, anchors=anchors).anchor == 0
+    nearer = (Anchor(28, 1.1, 1, "rail"), Anchor(28, 1, 1.03, "native"))
+    # In features: 0.1 / 7 = 0.0143 against 0.03 / 2 = 0.015.
+    assert choose(28, anchors=nearer).path == "rail"
+
+
+def test_one_rail_cannot_be_uneven():
+    anchors = (Anchor(28, 1, 1, "native"),)
+    assert choose(28, rho=1.0, anchors=anchors, scales=Scales(rails=1)).path == "native"
+    assert choose(28, rho=5.0, anchors=anchors, scales=Scales(rails=1)).path == "native"
+
+
+@pytest.mark.parametrize("name, value", [("payload_bytes", -1), ("rho", 0.5), ("kappa", math.nan)])
+def test_numbers_that_no_traffic_has_are_refused(name, value):
+    traffic = {"payload_bytes": 1.0, "rho": 1.0, "kappa": 1.0, name: value}
+    with pytest.raises(ValueError, match=rf"^{name} must be finite and at least"):
+        select(TABLE_4, SCALES, **traffic)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Anchor,
+            *(st.floats(1, 100), st.floats(1, 8), st.floats(1, 4)),
+            st.sampled_from(["native", "rail", "permutation"]),
+        ),
+        max_size=5,
+    ),
+    *(st.floats(1, 100), st.floats(1, 8), st.floats(1, 4)),
+)
+def test_a_decision_is_of_an_anchor_within_all_bounds_and_no_nearer_one_is(
+    anchors, payload_mib, rho, kappa
+):
+    decision = choose(payload_mib, rho, kappa, anchors=anchors)
+
+    def distance(anchor):
+        return math.dist(
+            SCALES.features(payload_mib, rho, kappa),
+            SCALES.features(anchor.payload_mib, anchor.rho, anchor.kappa),
+        )
+
+    near = [
+        a
+        for a in anchors
+        if max(payload_mib / a.payload_mib, a.payload_mib / payload_mib) <= 1.25
+        and abs(rho - a.rho) <= 0.14
+        and abs(kappa - a.kappa) <= 0.04
+    ]
+    if near:
+        assert decision.anchor is not None
+        assert distance(anchors[decision.anchor]) <= min(map(distance, near))
+    if decision.anchor is None:
+        assert decision.path == "joint"
+    else:
+        assert decision.path == anchors[decision.anchor].path
+
+
+TABLE = CostTable(
+    {"rails": "8", "hidden": "7168"},
+    SCALES,
+    TABLE_4,
+    (Point(7.0, 1.0, 1.0, {"joint": (10.0, 11.5), "native": (9.0,)}, "kept"),),
+)
+
+
+def test_a_table_is_the_same_after_a_file(tmp_path):
+    path = tmp_path / "table.json"
+    TABLE.save(path)
+    assert CostTable.load(path) == TABLE
+    assert list(tmp_path.iterdir()) == [path]  # no part of it is left
+    empty = CostTable({}, Scales(rails=1))
+    empty.save(path)
+    assert CostTable.load(path) == empty
+    assert empty.select(payload_bytes=5.0, rho=1.0, kappa=1.0).path == "joint"
+
+
+def test_a_table_of_another_configuration_is_refused_with_both():
+    TABLE.check_fits({"rails": "8", "hidden": "7168"})
+    with pytest.raises(ValueError) as caught:
+        TABLE.check_fits({"rails": "4", "hidden": "7168", "device": "cpu"})
+    said = str(caught.value)
+    assert "here {'device': 'cpu', 'rails': '4'}" in said
+    assert "in the table {'device': None, 'rails': '8'}" in said
+
+
+def change(data, place, value):
+    """Set data[a][b]... to a value, or delete it."""
+    *folders, last = place
+    for folder in folders:
+        data = data[folder]
+    if value is DELETE:
+        del data[last]
+    else:
+        data[last] = value
+
+
+DELETE = object()
+
+
+@pytest.mark.parametrize(
+    "place, value, said",
+    [
+        (("format",), 2, "format must be 1, got 2"),
+        (("anchors",), DELETE, "the table must be an object with the fields"),
+        (("fingerprint",), {"rails": 8}, "fingerprint must be an object of strings"),
+        (("scales", "rails"), 0, "scales.rails must be a whole number of at least 1, got 0"),
+        (("scales", "kappa"), 0, "scales.kappa must be a finite number above 0, got 0"),
+        (("scales", "payload_factor"), 0.5, "scales.payload_factor must be at least 1, got 0.5"),
+        (("scales", "shape"), DELETE, "scales must be an object with the fields"),
+        (("anchors",), {}, "anchors must be a list, got dict"),
+        (("anchors", 1, "path"), "joynt", r"anchors\[1\].path must be one of"),
+        (("anchors", 1, "rho"), 0.9, r"anchors\[1\].rho must be a finite number at least 1"),
+        (("anchors", 2, "payload_mib"), "7", r"anchors\[2\].payload_mib must be a finite number"),
+        (("anchors", 0, "kappa"), True, r"anchors\[0\].kappa must be a finite number"),
+        (("points", 0, "samples_us", "joint", 1), -1, r"samples_us.joint\[1\] must be a finite"),
+        (("points", 0, "samples_us"), {"fast": []}, r"points\[0\].samples_us must be an object"),
+        (("points", 0, "verdict"), None, r"points\[0\].verdict must be a text, got None"),
+    ],
+)
+def test_a_damaged_table_names_file_and_field(place, value, said, tmp_path):
+    path = tmp_path / "table.json"
+    TABLE.save(path)
+    data = copy.deepcopy(json.loads(path.read_text()))
+    change(data, place, value)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"table\.json: .*{said}"):
+        CostTable.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "nan", '{"format": 1}', "[" * 100_000])
+def test_what_is_no_table_is_refused(text, tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"table\.json: "):
+        CostTable.load(path)
