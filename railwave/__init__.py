@@ -9,6 +9,7 @@ import logging as _logging
 
 from railwave._version import __version__ as __version__
 from railwave.communicator import Communicator as Communicator
+from railwave.cost_table import CostTable as CostTable
 from railwave.default import combine as combine
 from railwave.default import dispatch as dispatch
 from railwave.default import finalize as finalize
@@ -28,6 +29,7 @@ from railwave.world import LocalWorld as LocalWorld
 
 __all__ = [
     "Communicator",
+    "CostTable",
     "Handle",
     "LocalWorld",
     "PeerError",

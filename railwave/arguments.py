@@ -59,8 +59,11 @@ def check_call(
     where: str = "",
 ) -> Call:
     """Check one rank's arguments; `where` follows their names in messages."""
-    if not isinstance(path, str) or path not in config.paths:
-        raise ValueError(f"path must be one of {', '.join(config.paths)}, got {path!r}")
+    if not isinstance(path, str) or path not in config.accepted_paths:
+        hint = "; auto needs a cost_table" if path == "auto" else ""
+        raise ValueError(
+            f"path must be one of {', '.join(config.accepted_paths)}, got {path!r}{hint}"
+        )
     x_name, idx_name, weights_name = (f"{n}{where}" for n in ("x", "topk_idx", "topk_weights"))
     if where:
         x_name, idx_name = f"xs{where}", f"topk_idxs{where}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from railwave._version import __version__
 from railwave.arguments import check_call, check_handle, check_out, plain
 from railwave.config import PATHS, WAVES, Config, fitting
+from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError
 from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
 from railwave.handle import Handle, Received
@@ -44,6 +45,7 @@ class Communicator:
             are numbered as in the group.
         deadline_s: how long to wait for another rank, in seconds. Default: the environment's
             RAILWAVE_DEADLINE_S, or 300.
+        cost_table: as of `LocalWorld`, the same on all ranks.
         device: where this rank's tensors live: the current GPU if there is one, else the CPU. GPUs
             share memory through NVSHMEM, CPUs through the host's shared memory.
         wire: how records reach other nodes on GPUs: "nvshmem" by its calls, None by plain stores
@@ -68,6 +70,7 @@ class Communicator:
         expert_to_rank: Any = None,
         staging_records: int | None = None,
         paths: Sequence[str] = PATHS,
+        cost_table: CostTable | str | os.PathLike | None = None,
         group: dist.ProcessGroup | None = None,
         deadline_s: float | None = None,
         device: torch.device | str | None = None,
@@ -102,6 +105,7 @@ class Communicator:
         with torch.inference_mode(False), self.config.device, self.config.on_device():
             self._heap = self._make_heap()
             try:
+                self._take_table(cost_table)
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
                 self._meeting = Meeting(self._exchange, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
@@ -142,6 +146,26 @@ class Communicator:
         )
         self.config = replace(config, remote=heap.remote, tiles=tiles)
         return heap
+
+    def _take_table(self, given: Any) -> None:
+        """Take the cost table, if there is one: the same on all ranks."""
+        transport = "shared memory"
+        if self._on_gpu:
+            transport = "NVSHMEM" if self.config.remote else "mapped memory"
+        wrong, table = None, None
+        try:
+            table = table_for(given, self.config, transport)
+        except (TypeError, ValueError, OSError) as error:
+            wrong = error
+        said = self._gather((str(wrong or ""), table and (table.scales, table.anchors)))
+        if wrong:
+            raise wrong
+        bad = {rank: text for rank, (text, _) in enumerate(said) if text}
+        if bad:
+            raise PeerError(f"rank(s) called init wrongly: {bad}")
+        if any(other != said[self.rank][1] for _, other in said):
+            raise ValueError("cost_table must be the same on all ranks")
+        self.config = replace(self.config, cost_table=table)
 
     def _make_exchange(self) -> Exchange:
         return Exchange(
@@ -194,7 +218,8 @@ class Communicator:
             topk_idx: (T, K) int32 or int64 expert ids; -1 selects nothing, a repeated id sends the
                 token once.
             topk_weights: (T, K) floating point; carried as float32.
-            path: native, rail, permutation or joint. All give the same bytes.
+            path: native, rail, permutation, joint, or auto: as the cost table says for this
+                traffic (`handle.path`, `handle.decision`). All give the same bytes.
 
         Returns:
             A `Received`: a row per (token, this rank), ordered by (source rank, token).
@@ -217,7 +242,7 @@ class Communicator:
             f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}, top-k "
             f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}"
         )
-        return self._run(dispatch(self._exchange, call), "dispatch", call.path, said)
+        return self._run(dispatch(self._exchange, call), "dispatch", said)
 
     def combine(self, out: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Sum the rows of each token that this rank dispatched, unweighted.
@@ -248,15 +273,13 @@ class Communicator:
         status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
         said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
         stages = combine(self._exchange, out, handle, status=status)
-        return self._run(stages, "combine", handle.path, said)
+        return self._run(stages, "combine", said)
 
     def _refuse(self, verb: str, wrong: Exception) -> Any:
         """Take part in a phase that this rank called wrongly: raise `wrong`, all others theirs."""
-        return self._run(refuse(self._exchange), verb, "none", str(wrong), wrong)
+        return self._run(refuse(self._exchange), verb, str(wrong), wrong)
 
-    def _run(
-        self, stages: Stages, verb: str, path: str, said: str, wrong: Exception | None = None
-    ) -> Any:
+    def _run(self, stages: Stages, verb: str, said: str, wrong: Exception | None = None) -> Any:
         """Run a phase's stages; raise what any rank has to say of it, on every rank.
 
         Args:
@@ -264,11 +287,9 @@ class Communicator:
             wrong: what is wrong with it.
         """
         with self.config.on_device():
-            return self._run_stages(stages, verb, path, said, wrong)
+            return self._run_stages(stages, verb, said, wrong)
 
-    def _run_stages(
-        self, stages: Stages, verb: str, path: str, said: str, wrong: Exception | None
-    ) -> Any:
+    def _run_stages(self, stages: Stages, verb: str, said: str, wrong: Exception | None) -> Any:
         meeting = self._meeting
         self._broken = True  # until the end is reached
         try:
@@ -276,11 +297,11 @@ class Communicator:
                 waits, began_s = next(stages), time.monotonic()
                 # On a CPU the kernels wait again for words that are there; on a GPU they wait.
                 if not self._on_gpu and not meeting.wait(waits()):
-                    meeting.give_up(verb, path, meeting.late(waits()), time.monotonic() - began_s)
+                    meeting.give_up(verb, meeting.late(waits()), time.monotonic() - began_s)
         except StopIteration as stop:
             result = stop.value
         except CallsDiffer:
-            texts = meeting.exchange_texts(verb, path, f"{'wrong' if wrong else 'right'}: {said}")
+            texts = meeting.exchange_texts(verb, f"{'wrong' if wrong else 'right'}: {said}")
             self._end()
             _raise_differ(verb, wrong, texts)
         except BaseException:
@@ -289,7 +310,7 @@ class Communicator:
         failure = self._exchange.failure()
         if failure:
             late = [(failure.word, failure.pe, failure.expected)]
-            meeting.give_up(verb, path, late, self.deadline_s)
+            meeting.give_up(verb, late, self.deadline_s)
         self._end()
         return result
 

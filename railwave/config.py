@@ -141,6 +141,7 @@ class Config:
     device: torch.device | str = "cpu"  # after construction: a torch.device
     tiles: Tiles | None = None  # default: by device
     remote: bool = False  # some PEs are reached by NVSHMEM alone
+    cost_table: Any = None  # a CostTable, which decides where path is "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.topo, Topology):
@@ -241,6 +242,11 @@ class Config:
         for rank in self.expert_to_rank:
             counts[rank] += 1
         return counts
+
+    @property
+    def accepted_paths(self) -> tuple[str, ...]:
+        """What a dispatch may be called with."""
+        return (*self.paths, "auto") if self.cost_table else tuple(self.paths)
 
     @cached_property
     def rounds_per_wave(self) -> int:

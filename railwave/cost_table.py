@@ -11,10 +11,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from railwave.config import PATHS
+import torch
+
+from railwave._version import __version__
+from railwave.config import PATHS, Config
 from railwave.sched import Anchor, Decision, Scales, select
 
 FORMAT = 1
@@ -116,6 +120,56 @@ class CostTable:
             tuple(_anchor(a, f"anchors[{i}]") for i, a in _numbered(data["anchors"], "anchors")),
             tuple(_point(p, f"points[{i}]") for i, p in _numbered(data["points"], "points")),
         )
+
+
+def fingerprint(config: Config, transport: str) -> dict[str, str]:
+    """Say what measurements of this configuration depend on.
+
+    Args:
+        config: sizes.
+        transport: how records reach other nodes.
+    """
+    topo, device = config.topo, config.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    barred = [tuple(place) for place in (~topo.eligible_rails).nonzero().tolist()]
+    between = [(s, d, rail) for s, d, rail in barred if s != d]
+    return {
+        "topology": f"{topo.nodes} nodes x {topo.gpus_per_node} GPUs",
+        "rail_of_gpu": str(list(topo.rail_of_gpu)),
+        "ineligible_rails": str(between),
+        "hidden": str(config.hidden),
+        "dtype": str(config.dtype),
+        "device": name,
+        "transport": transport,
+        "railwave": __version__,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+    }
+
+
+def table_for(given: Any, config: Config, transport: str) -> CostTable | None:
+    """Return the table for a configuration, from a file if need be; None for None.
+
+    Raises:
+        TypeError, ValueError: it is no table, is one of another configuration, or chooses paths
+            that the configuration does not have.
+    """
+    if given is None:
+        return None
+    if isinstance(given, (str, os.PathLike)):
+        given = CostTable.load(given)
+    if not isinstance(given, CostTable):
+        raise TypeError(
+            f"cost_table must be a railwave.CostTable or its file, got {type(given).__name__}"
+        )
+    given.check_fits(fingerprint(config, transport))
+    wanted = {"native", "joint", *(anchor.path for anchor in given.anchors)}
+    if not wanted <= set(config.paths):
+        raise ValueError(
+            f"paths must hold all that cost_table may choose, {sorted(wanted)}, got "
+            f"{list(config.paths)}"
+        )
+    return given
 
 
 def _fingerprint(data: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from railwave.kernels.shape import Format
+from railwave.sched import Decision
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Handle:
     rail_records: torch.Tensor  # (N, R) int32, the same by the owners' rails
     exchange: object  # the PE that made it
     epoch: int  # the number of its dispatch among that PE's phases
+    decision: Decision | None = None  # where path was "auto": why this path
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,6 @@ class Call:
     x: torch.Tensor  # (T, H)
     topk_idx: torch.Tensor  # (T, K) int32 or int64
     topk_weights: torch.Tensor  # (T, K) float32
-    path: str
+    path: str  # or "auto"
     fmt: Format
     status: int  # what all ranks' calls must agree on, as a number; negative for a wrong call

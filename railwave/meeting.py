@@ -90,7 +90,7 @@ class Meeting:
         """Tell all that this rank has given the phase up."""
         self.exchange.heap.publish("given_up", [self.exchange.mark(0)])
 
-    def give_up(self, verb: str, path: str, late: list[Late], waited_s: float) -> NoReturn:
+    def give_up(self, verb: str, late: list[Late], waited_s: float) -> NoReturn:
         """Say that this rank is here, hear who else is, and raise."""
         pe = self.exchange
         gone = self._gone()
@@ -102,22 +102,22 @@ class Meeting:
         missing = sorted({*range(pe.config.topo.num_ranks)} - here)
         before = f"Ranks {gone} had given up before. " if gone else ""
         raise PeerTimeoutError(
-            f"{verb} (call {pe.epoch}, path {path}): rank {pe.pe} (node {pe.node}, rail {pe.rail}) "
-            f"waited {waited_s:.1f} s for {'; '.join(self._name(w, path) for w in late[:4])}. "
+            f"{verb} (call {pe.epoch}, path {pe.path}): rank {pe.pe} (node {pe.node}, rail "
+            f"{pe.rail}) waited {waited_s:.1f} s for {'; '.join(self._name(w) for w in late[:4])}. "
             f"{before}Missing ranks: {missing or 'none, they were late'}. Call reset() on all "
             "ranks before going on; a longer wait is deadline_s or RAILWAVE_DEADLINE_S",
             call_number=pe.epoch,
             missing=tuple(missing),
         )
 
-    def _name(self, late: Late, path: str) -> str:
+    def _name(self, late: Late) -> str:
         """Say which word of which rank, and for a word of a round in which wave and round."""
         word, writer, mark = late
         pe, config = self.exchange, self.exchange.config
         text = f"{word} of rank {writer}"
         if word not in ("packed", "grant", "arrived", "returned", "taken"):
             return text
-        this = config.rounds(path)[mark % config.shape.MAX_STEPS - 1]
+        this = config.rounds(pe.path)[mark % config.shape.MAX_STEPS - 1]
         wave = f"wave {this.wave}"
         if this.num_peers > 1:  # all waves at once: a word between two nodes is of one of them
             away = writer // config.shape.G - pe.node
@@ -125,7 +125,7 @@ class Meeting:
             wave = f"wave {away % config.shape.N}" if away else "all waves"
         return f"{text}, {wave}, round {this.first // this.records}"
 
-    def exchange_texts(self, verb: str, path: str, text: str) -> list[str]:
+    def exchange_texts(self, verb: str, text: str) -> list[str]:
         """Return every rank's text, in the order of ranks, cut to what a slot of the heap holds.
 
         Raises:
@@ -139,7 +139,7 @@ class Meeting:
         pe.heap.publish("said", [pe.epoch])
         waits = [Wait("said", slice(None), pe.epoch)]
         if not self.wait(waits):
-            self.give_up(verb, path, self.late(waits), time.monotonic() - began_s)
+            self.give_up(verb, self.late(waits), time.monotonic() - began_s)
         slots = pe.heap.region(pe.pe, "texts", torch.uint8).view(-1, num_bytes).tolist()
         return [bytes(slot).rstrip(b"\0").decode() for slot in slots]
 

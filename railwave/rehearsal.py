@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ class Rehearsal:
         config = self._exchange.config
         hosts = gather(os.uname().nodename)
         place = hosts[: self._exchange.pe].count(hosts[self._exchange.pe])
-        for paths in (config.paths[place : place + 1], config.paths):
+        for paths in (config.paths[place : place + 1], config.accepted_paths):
             together(gather, "compile and load kernels", partial(self._declared, paths))
 
     def _declared(self, paths: Iterable[str]) -> None:
@@ -62,6 +63,9 @@ class Rehearsal:
 
     def dispatch(self, call: Call) -> Handle | None:
         """Rehearse a kind of dispatch that has not been; return a handle, for a rehearsal."""
+        if call.path == "auto":
+            for path in self._exchange.config.paths:
+                self.dispatch(replace(call, path=path))
         inputs = as_words(call.x), call.topk_idx, call.topk_weights
         in_rows = call.topk_idx.is_contiguous()
         kind = call.path, call.fmt, call.topk_idx.dtype, in_rows, *(_aligned(t) for t in inputs)

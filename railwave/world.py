@@ -5,21 +5,25 @@ Letters: N nodes, G GPUs a node, W = N * G ranks, E experts, K top-k, T tokens, 
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from railwave.arguments import check_combine, check_dispatch
 from railwave.config import PATHS, Config
+from railwave.cost_table import CostTable, table_for
 from railwave.exchange import Exchange, Stages, Wait, Waits, combine, dispatch
 from railwave.handle import Handle, Received
 from railwave.heap import LocalHeap
 from railwave.topology import Topology
 from railwave.traffic import Traffic, TrafficRecorder
 
+TRANSPORT = "one process"  # of a cost table's fingerprint
 DEADLINE_S = 10.0  # no kernel waits here: its words are there before it is launched
 
 _RUNNING = threading.Lock()
@@ -45,6 +49,8 @@ class LocalWorld:
             rounds of its wave. Default: the longest slice, at most 8192.
         paths: the paths that dispatch may take. native and rail need staging for all peers at once,
             (N - 1) slices, the others two buffers.
+        cost_table: a `CostTable` or its file, made for this configuration; with it, dispatch takes
+            path="auto".
         order: which PE of those that can go on runs next; None goes round.
         device: cpu, where Triton interprets the kernels, or one GPU, which all ranks then share.
 
@@ -80,6 +86,7 @@ class LocalWorld:
         expert_to_rank: Any = None,
         staging_records: int | None = None,
         paths: Sequence[str] = PATHS,
+        cost_table: CostTable | str | os.PathLike | None = None,
         order: random.Random | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -100,6 +107,8 @@ class LocalWorld:
         self._order = order
         self._interrupted = False
         self.traffic: Traffic | None = None
+        table = table_for(cost_table, self.config, TRANSPORT)
+        self.config = replace(self.config, cost_table=table)
         device = self.config.device
         # Else these tensors could not be used outside it.
         with torch.inference_mode(False), self.config.on_device():
@@ -124,7 +133,8 @@ class LocalWorld:
             topk_idxs: per rank, (T, K) int32 or int64 expert ids; -1 selects nothing, a repeated
                 id sends the token once.
             topk_weights: per rank, (T, K) floating point; carried as float32.
-            path: native, rail, permutation or joint. All give the same bytes.
+            path: native, rail, permutation, joint, or auto: as the cost table says for this
+                traffic (`handle.path`, `handle.decision`). All give the same bytes.
 
         Returns:
             Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token).

@@ -62,9 +62,6 @@ def run_cluster(path, dtype):
     world = LocalWorld(topo, **sizes, staging_records=4)
     for pe in world._exchanges:
         pe.compare_calls = True  # as in one process per rank
-    tables = torch.ones(6, 3).int(), torch.ones(1, 3, 3).to(torch.int8), pe.rail_gpus
-    numbers = torch.empty(3, dtype=torch.float64)
-    pe.kernels.describe.describe(numbers, *tables, record_bytes=1, shape=pe.config.shape)
     routing = skewed_routing(6, 8, 8, 2, gpus_per_node=2, skew=0.0, seed=0)
     xs = [torch.ones(len(ids), 16, dtype=dtype) for ids in routing.topk_idx]
     received = world.dispatch(xs, routing.topk_idx, routing.topk_weights, path=path)

@@ -448,15 +448,22 @@ def test_arrivals_example():
 
 def run_describe(config, records, windows, record_bytes):
     """Check `describe` against the host's functions; return the three numbers."""
-    S, tables = config.shape, config.tables
-    # As notify has them: a part of each message.
-    messages = pattern(S.N * S.G, S.NOTIFY_WORDS)
-    messages[:, 1 : 1 + S.N] = records
+    memory, state, S, tables = Memory(config), make_state(), config.shape, config.tables
+    areas = memory.view(0, "messages", 2, S.N * S.G, S.NOTIFY_WORDS)
+    areas[3 % 2, :, 1 : 1 + S.N] = records
+    memory.words(0, "notify")[:] = mark(config, 0)
+    memory.start()
     out = pattern(3, dtype=torch.float64)
-    where = {"record_bytes": record_bytes, "shape": S}
-    describe.describe(out, messages[:, 1 : 1 + S.N], windows, tables.rail_gpus, **where)
-    want = describe.describe_ref(records, windows, tables.rail_of_gpu, **where)
+    size = {"record_bytes": record_bytes, "shape": S}
+    describe.describe(
+        *(out, memory.bases, state, windows, tables.rail_gpus),
+        **{"me": 0, "notify_off": memory.off("messages"), "word_off": memory.off("notify")},
+        **size,
+    )
+    want = describe.describe_ref(records, windows, tables.rail_of_gpu, **size)
     assert out.tolist() == want
+    assert failure(state) is None
+    memory.check()
     return want
 
 

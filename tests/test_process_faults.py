@@ -161,7 +161,8 @@ def test_the_place_of_a_word_is_its_wave_and_round():
         words[index] = mark
         (late,) = meeting.late([Wait(word, slice(None), mark + step)])
         words[:] = 0
-        return meeting._name(late, path)
+        meeting.exchange.path = path
+        return meeting._name(late)
 
     chunks = world.config.shape.CHUNKS
     assert name("notify", 4, 1) == "notify of rank 4"

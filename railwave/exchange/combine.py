@@ -35,6 +35,7 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0)
     A PE that does not see the others' arguments compares `status` with theirs before it reads any
     rows; so of a wrong call only the handle's loads need to make sense.
     """
+    pe.path = handle.path
     rounds = pe.config.rounds(handle.path)
     acc = torch.zeros(handle.num_tokens, out.shape[1], dtype=torch.float32, device=pe.device)
     words = as_words(out)

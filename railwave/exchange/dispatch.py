@@ -5,6 +5,7 @@ count -> notify -> forward -> plan, pack, local -> (put, pack, unpack) a round -
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -15,12 +16,12 @@ from railwave.config import BALANCED, Round
 from railwave.exchange.pe import Exchange, Stages
 from railwave.exchange.words import as_words, from_words
 from railwave.handle import Call, Handle, Received
+from railwave.sched import Decision
 
 
 def dispatch(pe: Exchange, call: Call) -> Stages:
     """Run one PE's dispatch; the generator's value is its `Received`."""
-    S, layout = pe.config.shape, pe.heap.layout
-    rounds = pe.config.rounds(call.path)
+    S, layout, pe.path = pe.config.shape, pe.heap.layout, call.path
     notified = {"me": pe.pe, "notify_off": layout["messages"], "shape": S}
     notified_word = {"word_off": layout["notify"], **notified}
     pe.put_words.zero_()
@@ -41,6 +42,12 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     )
     yield pe.all_wait("notify", 0)
 
+    decision = None
+    if call.path == "auto":
+        decision = _choose(pe, call)
+        call = replace(call, path=decision.path)
+    pe.path = call.path
+    rounds = pe.config.rounds(call.path)
     pe.kernels.quota.quota(
         *(pe.heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
         balanced=call.path in BALANCED,
@@ -49,7 +56,7 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     )
     pe.kernels.quota.arrivals(*(pe.heap.bases, pe.state, pe.expert_start, pe.plan), **notified)
     pe.check_same_call(call.status)
-    handle = _match(pe, call, record_token)
+    handle = _match(pe, call, record_token, decision)
     tokens = pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
     if rounds:
         _pack(pe, call, handle, tokens, rounds[0])
@@ -89,7 +96,27 @@ def _count(pe: Exchange, call: Call) -> torch.Tensor:
     return record_token
 
 
-def _match(pe: Exchange, call: Call, record_token: torch.Tensor) -> Handle:
+def _choose(pe: Exchange, call: Call) -> Decision:
+    """Choose the path by what all ranks have said that they will send: alike on all of them.
+
+    One dispatch is one sending window. The host waits for three numbers from the device.
+    """
+    layout = pe.heap.layout
+    pe.kernels.describe.describe(
+        *(pe.descriptors, pe.heap.bases, pe.state, pe.all_pairs, pe.rail_gpus),
+        me=pe.pe,
+        notify_off=layout["messages"],
+        word_off=layout["notify"],
+        record_bytes=call.x.shape[1] * call.x.dtype.itemsize,
+        shape=pe.config.shape,
+    )
+    payload_bytes, rho, kappa = pe.descriptors.tolist()
+    return pe.config.cost_table.select(payload_bytes=payload_bytes, rho=rho, kappa=kappa)
+
+
+def _match(
+    pe: Exchange, call: Call, record_token: torch.Tensor, decision: Decision | None
+) -> Handle:
     """Give every record its proxy and slot; copy what the handle must keep of the plan."""
     S, plan = pe.config.shape, pe.plan
     proxy, slot = torch.empty_like(record_token), torch.empty_like(record_token)
@@ -116,6 +143,7 @@ def _match(pe: Exchange, call: Call, record_token: torch.Tensor) -> Handle:
         rail_records=plan.rail_records[: S.N].clone(),
         exchange=pe,
         epoch=pe.epoch,
+        decision=decision,
     )
 
 

@@ -92,6 +92,9 @@ class Exchange:
         self.row_index = self.ints(S.T, S.N * S.G)
         self.plan = self.kernels.quota.PlanTables.empty(S, device)
         self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)
+        self.path = "none"  # of the phase that runs, once it is known
+        self.all_pairs = (1 - torch.eye(S.N)).to(device=device, dtype=torch.int8)[None]
+        self.descriptors = torch.zeros(3, dtype=torch.float64, device=device)
 
     def _make_tables(self) -> None:
         """Bring the expert map and the rails to the device."""

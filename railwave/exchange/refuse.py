@@ -11,7 +11,7 @@ def refuse(pe: Exchange) -> Stages:
     Raises:
         CallsDiffer: always, as on every other rank.
     """
-    wire = pe.kernels.wire
+    wire, pe.path = pe.kernels.wire, "none"
     pe.state[wire.EPOCH.value] += 1
     pe.state[wire.NOTIFIES.value] += 1
     pe.epoch += 1
