@@ -25,6 +25,7 @@ LAYERS = [
     "heap",
     "config",
     "cost_table",
+    "retention",
     "handle",
     "traffic",
     "exchange",
