@@ -1,0 +1,54 @@
+"""`railwave select`: the paper's table explains its requests; mistakes are named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import railwave
+from test_cli import run
+
+TABLE_4 = Path(__file__).parent.parent / "examples" / "cost_table_paper.json"
+
+
+@pytest.mark.parametrize(
+    "payload, kappa, path", [(8.75, 1, "permutation"), (35, 1, "native"), (35, 3, "joint")]
+)
+def test_the_papers_table_explains_its_requests(payload, kappa, path, tmp_path):
+    file = tmp_path / "decision.json"
+    argv = ("--table", TABLE_4, "--payload-mib", payload, "--kappa", kappa, "--json", file)
+    result = run("select", *argv)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines()[0] == path
+    decision = json.loads(file.read_text())
+    assert set(decision) == {"path", "anchor", "distance", "reason"}
+    assert decision["path"] == path and decision["reason"] in result.out
+    assert (decision["anchor"] is None) == (path == "joint")
+
+
+def test_the_papers_table_is_refused_for_another_configuration():
+    table = railwave.CostTable.load(TABLE_4)
+    assert [anchor.path for anchor in table.anchors] == ["permutation"] * 3 + ["native"]
+    topo = railwave.Topology(2, 2, 2)
+    with pytest.raises(ValueError, match="the cost table must be of this configuration: here"):
+        sizes = dict(num_experts=4, top_k=1, hidden=2, max_tokens_per_rank=1)
+        railwave.LocalWorld(topo, **sizes, cost_table=TABLE_4)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--table", "none.json", "--payload-mib", "1"], "none.json"),
+        (
+            ["--table", TABLE_4, "--payload-mib", "-1"],
+            "--payload-mib must be finite and at least 0",
+        ),
+        (["--table", TABLE_4, "--payload-mib", "1", "--rho", "nan"], "--rho must be finite"),
+        (["--table", TABLE_4, "--payload-mib", "1", "--kappa", "0"], "--kappa must be finite"),
+        (["--table", TABLE_4], "--payload-mib"),
+        (["--table", __file__, "--payload-mib", "1"], "must be a JSON cost table"),
+    ],
+)
+def test_mistakes_are_named(argv, said):
+    result = run("select", *argv)
+    assert result.code == 2 and said in result.err and result.out == ""
