@@ -300,3 +300,9 @@ def test_waiting_programs_leave_room_on_a_shared_gpu():
 def test_a_wire_is_none_on_a_cpu(wire):
     with pytest.raises(ValueError, match="wire must be None"):
         Communicator(Topology(2, 1, 1), **SMALL, device="cpu", wire=wire)
+
+
+def test_more_experts_of_a_token_than_a_byte_counts_are_refused():
+    sizes = dict(num_experts=300, hidden=2, max_tokens_per_rank=1)
+    with pytest.raises(ValueError, match="top_k must be at most 255, got 256"):
+        LocalWorld(Topology(1, 1, 1), top_k=256, **sizes)

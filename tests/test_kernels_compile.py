@@ -65,6 +65,11 @@ def run_cluster(path, dtype):
     routing = skewed_routing(6, 8, 8, 2, gpus_per_node=2, skew=0.0, seed=0)
     xs = [torch.ones(len(ids), 16, dtype=dtype) for ids in routing.topk_idx]
     received = world.dispatch(xs, routing.topk_idx, routing.topk_weights, path=path)
+    where = {"notify_off": world.heap.layout["messages"], "word_off": world.heap.layout["notify"]}
+    pe.kernels.describe.describe(  # as for path="auto"
+        *(pe.descriptors, world.heap.bases, pe.state, pe.all_pairs, pe.rail_gpus),
+        **{"me": pe.pe, "record_bytes": 1, "shape": pe.config.shape, **where},
+    )
     return world.combine([r.x for r in received], [r.handle for r in received])
 
 

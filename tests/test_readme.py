@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\.venv/bin/railwave (simulate.*)$", TEXT, re.M)
+SELECT = re.findall(r"^\.venv/bin/railwave (select.*)\n```\n\n```\n(.*?)```", TEXT, re.M | re.S)
 
 
 def printed_by(call, *args):
@@ -66,3 +67,9 @@ def test_what_else_python_is_shown_runs():
     assert len(blocks) == 1
     printed = printed_by(exec, compile(blocks[0], str(README), "exec"), {})
     assert "('native', " in printed and "('joint', " in printed
+
+
+def test_select_prints_what_it_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ((command, output),) = SELECT
+    assert printed_by(main, shlex.split(command)).startswith(output)
