@@ -147,14 +147,18 @@ class Communicator:
         self.config = replace(config, remote=heap.remote, tiles=tiles)
         return heap
 
+    @property
+    def transport(self) -> str:
+        """How records reach other nodes, for a cost table's fingerprint."""
+        if not self._on_gpu:
+            return "shared memory"
+        return "NVSHMEM" if self.config.remote else "mapped memory"
+
     def _take_table(self, given: Any) -> None:
         """Take the cost table, if there is one: the same on all ranks."""
-        transport = "shared memory"
-        if self._on_gpu:
-            transport = "NVSHMEM" if self.config.remote else "mapped memory"
         wrong, table = None, None
         try:
-            table = table_for(given, self.config, transport)
+            table = table_for(given, self.config, self.transport)
         except (TypeError, ValueError, OSError) as error:
             wrong = error
         said = self._gather((str(wrong or ""), table and (table.scales, table.anchors)))

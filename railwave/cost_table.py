@@ -19,6 +19,7 @@ import torch
 
 from railwave._version import __version__
 from railwave.config import PATHS, Config
+from railwave.retention import CONTROL
 from railwave.sched import Anchor, Decision, Scales, select
 
 FORMAT = 1
@@ -201,8 +202,8 @@ def _anchor(data: Any, name: str) -> Anchor:
 def _point(data: Any, name: str) -> Point:
     _check_names(data, [field.name for field in fields(Point)], name)
     samples = data["samples_us"]
-    if not isinstance(samples, dict) or not set(samples) <= set(PATHS):
-        raise ValueError(f"{name}.samples_us must be an object by path of {list(PATHS)}")
+    if not isinstance(samples, dict) or not set(samples) <= {*PATHS, CONTROL}:
+        raise ValueError(f"{name}.samples_us must be an object by path of {[*PATHS, CONTROL]}")
     measured = {
         path: tuple(
             _number(us, f"{name}.samples_us.{path}[{i}]", above=0)

@@ -1,7 +1,8 @@
 """The command line: `railwave demo` on made-up routing, `railwave replay` on recorded counts.
 
-`railwave simulate` times schedulers on a simulated cluster; `railwave select` explains which path a
-cost table chooses; `railwave clean` removes the shared memory that killed processes left.
+`railwave simulate` times schedulers on a simulated cluster; `railwave calibrate` makes a cost table
+of this machine, and `railwave select` explains what one chooses; `railwave clean` removes the
+shared memory that killed processes left.
 
 Exit codes: 0, done (and every path is verified); 1, a path is not; 2, a mistake in the call.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from railwave._version import __version__
-from railwave.cli import select, simulate, verify
+from railwave.cli import calibrate, select, simulate, verify
 from railwave.cli.options import Parser, add_verbose
 from railwave.cli.output import check_writable, write_json
 
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     verify.add_commands(commands)
     simulate.add_command(commands)
+    calibrate.add_command(commands)
     select.add_command(commands)
     clean = commands.add_parser(
         "clean", help="remove shared memory that killed processes of yours left on this machine"

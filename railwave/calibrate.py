@@ -1,0 +1,208 @@
+"""Measure the four paths at points of traffic, and make a cost table of what was found.
+
+Every rank of a `Communicator` calls `calibrate`. A point is routing with a chosen payload, source
+rails even or all on one, receivers even or all one node; its descriptors are those of the routing
+itself. Paths are measured in turn, so that what drifts drifts for all.
+
+Letters: N nodes, G GPUs a node, R rails, W = N * G ranks, T tokens of a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from railwave.communicator import Communicator
+from railwave.config import PATHS, Config
+from railwave.cost_table import CostTable, Point
+from railwave.retention import CONTROL, judge
+from railwave.sched import (
+    Anchor,
+    payload_per_gpu,
+    plan,
+    receiver_concentration,
+    source_rail_skew,
+)
+from railwave.sched.selector import MIB
+
+WARM_UPS = 5
+Progress = Callable[[int, str], None]  # points done so far, the name of the one that begins
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one point sends, top-1: the tokens of each rank, by destination node."""
+
+    payload_mib: float  # B
+    rho: float
+    kappa: float
+    relocated: bool  # whether balancing moves any record to another rail
+    records: torch.Tensor  # (W, N) int64
+
+    @property
+    def name(self) -> str:
+        """Say the point, as `Point` holds it."""
+        return f"{self.payload_mib:.4g} MiB, rho {self.rho:.3g}, kappa {self.kappa:.3g}"
+
+
+def traffic(config: Config, payload_mib: float, *, one_rail: bool, one_receiver: bool) -> Traffic:
+    """Make a point of traffic with about this payload.
+
+    Args:
+        config: sizes; a rank sends at most max_tokens_per_rank tokens.
+        payload_mib: B, the mean a GPU sends to other nodes, in MiB.
+        one_rail: all tokens are owned by GPUs of rail 0; else every GPU owns as many.
+        one_receiver: all nodes send to node 0, which sends to node 1; else each to all others.
+
+    Raises:
+        ValueError: one node, or more tokens than a rank may have.
+
+    Example:
+        >>> from railwave.topology import Topology
+        >>> config = Config(Topology(2, 2, 2), 4, 1, 512, 2048, torch.bfloat16)
+        >>> point = traffic(config, 1.0, one_rail=True, one_receiver=False)
+        >>> point.payload_mib, point.rho, point.kappa, point.records.tolist()
+        (1.0, 2.0, 1.0, [[0, 2048], [0, 0], [2048, 0], [0, 0]])
+    """
+    topo = config.topo
+    N, G = topo.nodes, topo.gpus_per_node
+    if N < 2:
+        raise ValueError(f"topo must have at least 2 nodes to calibrate, got {N}")
+    owners = topo.gpus_of_rail[0] if one_rail else range(G)
+    each = round(payload_mib * MIB / config.payload_bytes * G / len(owners))
+    if not 1 <= each <= config.max_tokens_per_rank:
+        raise ValueError(
+            f"payload_mib must give a rank 1 to max_tokens_per_rank = {config.max_tokens_per_rank} "
+            f"tokens of {config.payload_bytes} bytes, got {payload_mib} MiB: {each}"
+        )
+    records = torch.zeros(N * G, N, dtype=torch.int64, device="cpu")
+    for node in range(N):
+        others = [(node + k) % N for k in range(1, N)]
+        receivers = [0 if node else 1] if one_receiver else others
+        for gpu in owners:
+            for i, receiver in enumerate(receivers):
+                share = (each + len(receivers) - 1 - i) // len(receivers)
+                records[node * G + gpu, receiver] = share
+    rails = torch.tensor(topo.rail_of_gpu, device="cpu")
+    by_rail = torch.zeros(N, topo.rails_per_node, dtype=torch.int64, device="cpu")
+    by_rail.index_add_(1, rails, records.sum(dim=1).view(N, G))
+    demand = records.view(N, G, N).sum(dim=1)
+    pairs = [(s, d) for s in range(N) for d in range(N) if s != d]
+    return Traffic(
+        payload_per_gpu(demand * config.payload_bytes, G) / MIB,
+        source_rail_skew(by_rail),
+        receiver_concentration(demand, [pairs]),
+        any(_relocates(config, records, node) for node in range(N)),
+        records,
+    )
+
+
+def _relocates(config: Config, records: torch.Tensor, node: int) -> bool:
+    """Say whether balancing moves any record of a node to another rail."""
+    topo, G = config.topo, config.topo.gpus_per_node
+    counts = torch.zeros(topo.rails_per_node, topo.nodes, dtype=torch.int64, device="cpu")
+    rails = torch.tensor(topo.rail_of_gpu, device="cpu")
+    counts.index_add_(0, rails, records[node * G : (node + 1) * G])
+    return bool(plan(counts, topo, node=node).relocated.any())
+
+
+def points(config: Config, payloads_mib: Sequence[float]) -> Iterator[Traffic]:
+    """Yield the four corners of even and uneven rails and receivers, for each payload.
+
+    With one rail, or two nodes, some corners are the same point, which comes once.
+    """
+    seen = set()
+    for payload_mib in payloads_mib:
+        for one_rail in (False, True):
+            for one_receiver in (False, True):
+                made = traffic(config, payload_mib, one_rail=one_rail, one_receiver=one_receiver)
+                if made.name not in seen:
+                    seen.add(made.name)
+                    yield made
+
+
+def calibrate(
+    rw: Communicator,
+    table: CostTable,
+    payloads_mib: Sequence[float],
+    *,
+    samples: int = 20,
+    save: str | Path | None = None,
+    progress: Progress | None = None,
+) -> CostTable:
+    """Measure what the table does not hold yet; return it with the new points and anchors.
+
+    Collective: all ranks call it, with equal arguments but `save` and `progress`.
+
+    Args:
+        rw: every rank's, with all four paths.
+        table: what was measured so far; an empty one to begin.
+        payloads_mib: B of the points, in MiB.
+        samples: of each path at each point, after five warm-ups.
+        save: where this rank writes the table after every point, so that an interrupted run can go
+            on; None on all ranks but one.
+        progress: called before each point.
+
+    Source: section 3.3 and A.3.
+    """
+    done = {(p.payload_mib, p.rho, p.kappa) for p in table.points}
+    for number, point in enumerate(points(rw.config, payloads_mib)):
+        if progress:
+            progress(number, point.name)
+        if (point.payload_mib, point.rho, point.kappa) not in done:
+            table = _with(table, point, measure(rw, point, samples))
+            if save is not None:
+                table.save(save)
+    return table
+
+
+def measure(rw: Communicator, point: Traffic, samples: int) -> dict[str, tuple[float, ...]]:
+    """Time dispatch and combine of a point on every path: the slowest rank's, in microseconds.
+
+    Collective. The paths take turns, joint twice (`CONTROL`).
+    """
+    call = _call(rw, point)
+    names = [*PATHS, CONTROL]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(WARM_UPS + samples):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            us = _time_us(rw, call, "joint" if name == CONTROL else name)
+            if turn >= WARM_UPS:
+                times[name].append(us)
+    return {name: tuple(of) for name, of in times.items()}
+
+
+def _with(table: CostTable, point: Traffic, samples_us: dict[str, tuple[float, ...]]) -> CostTable:
+    verdict = judge(samples_us, relocated=point.relocated)
+    where = (point.payload_mib, point.rho, point.kappa)
+    anchors = (Anchor(*where, verdict.path),) if verdict.path else ()
+    made = Point(*where, samples_us, verdict.reason)
+    return replace(table, anchors=table.anchors + anchors, points=(*table.points, made))
+
+
+def _call(rw: Communicator, point: Traffic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return this rank's tokens: each goes to one expert, those of a node in turn."""
+    config, G = rw.config, rw.config.topo.gpus_per_node
+    experts = []
+    for node, num_tokens in enumerate(point.records[rw.rank].tolist()):
+        homes = [e for e, rank in enumerate(config.expert_to_rank) if rank // G == node]
+        experts += [homes[i % len(homes)] for i in range(num_tokens)]
+    on = {"device": config.device}
+    topk_idx = torch.tensor(experts, dtype=torch.int64, **on).view(-1, 1)
+    x = torch.zeros(len(experts), config.hidden, dtype=config.dtype, **on)
+    return x, topk_idx, torch.ones(len(experts), 1, **on)
+
+
+def _time_us(rw: Communicator, call: Any, path: str) -> float:
+    rw._gather(None)  # all begin together
+    began_s = time.perf_counter()
+    received = rw.dispatch(*call, path=path)
+    rw.combine(received.x, received.handle)
+    if rw.config.device.type == "cuda":
+        torch.cuda.synchronize(rw.config.device)
+    return max(rw._gather(time.perf_counter() - began_s)) * 1e6

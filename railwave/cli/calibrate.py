@@ -1,0 +1,163 @@
+"""`railwave calibrate`: measure the four paths here, and write a cost table.
+
+Under torchrun each process is a rank. Without it, the command starts itself under torchrun, with a
+process for each GPU of the cluster that it is told of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from railwave.cli.options import Help, add_verbose, progress_bar
+from railwave.cli.output import check_writable
+
+if TYPE_CHECKING:
+    from railwave.communicator import Communicator
+    from railwave.cost_table import CostTable
+    from railwave.topology import Topology
+
+QUICK_SAMPLES = 5
+DEADLINE_S = 120.0
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `calibrate`."""
+    parser = commands.add_parser(
+        "calibrate", help="measure the paths here; write a cost table", formatter_class=Help
+    )
+    parser.set_defaults(command=_calibrate)
+    parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
+    parser.add_argument("--gpus", type=int, default=2, help="GPUs of a node, a process each")
+    parser.add_argument("--rails", type=int, help="rails of a node (default: as many as GPUs)")
+    parser.add_argument("--hidden", type=int, default=7168, help="bfloat16 elements of a token")
+    parser.add_argument(
+        "--payloads",
+        default="0.25,1",
+        metavar="B,...",
+        help="mean bytes that a GPU sends to other nodes, in MiB, a comma list",
+    )
+    parser.add_argument("--samples", type=int, default=20, help="of each path at each point")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_SAMPLES} samples, the first payload alone"
+    )
+    parser.add_argument("--out", metavar="FILE", default="table.json", help="the table")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with what --out holds, if it does"
+    )
+    add_verbose(parser)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    payloads = _payloads(args)
+    check_writable(args.out, "--out")
+    if not args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
+        raise ValueError(f"--out must be a new file without --resume, got {args.out!r}")
+    samples = QUICK_SAMPLES if args.quick else args.samples
+    if samples < QUICK_SAMPLES:
+        raise ValueError(f"--samples must be at least {QUICK_SAMPLES}, got {samples}")
+    topo = _topology(args)
+    if "RANK" not in os.environ:
+        return _under_torchrun(topo.num_ranks)
+    return _measure(args, topo, payloads, samples)
+
+
+def _payloads(args: argparse.Namespace) -> list[float]:
+    try:
+        payloads = [float(part) for part in args.payloads.split(",")]
+    except ValueError:
+        payloads = []
+    if not payloads or not all(0 < payload <= 1e6 for payload in payloads):
+        raise ValueError(f"--payloads must be numbers in (0, 1e6] MiB, got {args.payloads!r}")
+    return payloads[:1] if args.quick else payloads
+
+
+def _topology(args: argparse.Namespace) -> Topology:
+    from railwave.topology import Topology
+
+    return Topology(args.nodes, args.gpus, args.gpus if args.rails is None else args.rails)
+
+
+def _under_torchrun(num_ranks: int) -> int:
+    """Start this command again, as so many ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    again = ["-m", "railwave", *sys.argv[1:]]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run([*torchrun, *again], check=False, env=environment).returncode
+
+
+def _measure(args: argparse.Namespace, topo: Topology, payloads: Any, samples: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from railwave.calibrate import calibrate, points
+    from railwave.communicator import Communicator
+    from railwave.sched.selector import MIB
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    # All on one rail, a GPU there sends what all GPUs of its node would.
+    most = max(payloads) * MIB / (2 * args.hidden) * topo.gpus_per_node
+    try:
+        with Communicator(
+            topo,
+            num_experts=topo.num_ranks,
+            top_k=1,
+            hidden=args.hidden,
+            max_tokens_per_rank=int(most) + 1,
+            deadline_s=DEADLINE_S,
+        ) as rw:
+            table = _begin(args, rw)
+            total = sum(1 for _ in points(rw.config, payloads))
+            with progress_bar(total if first else 0) as progress:
+                table = calibrate(
+                    *(rw, table, payloads),
+                    samples=samples,
+                    save=args.out if first else None,
+                    progress=progress if first else None,
+                )
+        if first:
+            table.save(args.out)
+            _print(table, args.out)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _begin(args: argparse.Namespace, rw: Communicator) -> CostTable:
+    """Return the table to go on with."""
+    from railwave.cost_table import CostTable, fingerprint
+    from railwave.sched import Scales
+
+    here = fingerprint(rw.config, rw.transport)
+    if args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
+        table = CostTable.load(args.out)
+        table.check_fits(here)
+        return table
+    return CostTable(here, Scales(rails=rw.config.topo.rails_per_node))
+
+
+def _print(table: CostTable, out: str) -> None:
+    from statistics import median
+
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table("MiB", "rho", "kappa", "joint ms", "verdict", title=f"{out}: every point")
+    anchors = {(a.payload_mib, a.rho, a.kappa): a.path for a in table.anchors}
+    for point in table.points:
+        path = anchors.get((point.payload_mib, point.rho, point.kappa))
+        shown.add_row(
+            f"{point.payload_mib:.3g}",
+            f"{point.rho:.3g}",
+            f"{point.kappa:.3g}",
+            f"{median(point.samples_us['joint']) / 1e3:.2f}",
+            f"anchor: {path}; {point.verdict}" if path else f"rejected: {point.verdict}",
+        )
+    Console(width=100).print(shown)
+    print(f"{len(table.anchors)} anchor(s) of {len(table.points)} point(s); elsewhere: joint")

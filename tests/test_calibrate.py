@@ -1,0 +1,133 @@
+"""Calibration: the points it measures, what it keeps, and that it goes on where it stopped."""
+
+import doctest
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from processes import run_all
+from railwave import CostTable, Topology, calibrate
+from railwave.config import PATHS, Config
+from railwave.retention import CONTROL
+from railwave.sched import Scales, plan
+from test_cli import run
+from test_processes import init
+
+
+def config(nodes=4, gpus=2, rails=2, **sizes):
+    declared = dict(num_experts=nodes * gpus, top_k=1, hidden=512, max_tokens_per_rank=4096)
+    return Config(Topology(nodes, gpus, rails), dtype=torch.bfloat16, **{**declared, **sizes})
+
+
+def test_the_examples_hold():
+    assert doctest.testmod(calibrate).failed == 0
+
+
+@pytest.mark.parametrize("one_rail", [False, True])
+@pytest.mark.parametrize("one_receiver", [False, True])
+def test_a_point_is_the_corner_that_was_asked_for(one_rail, one_receiver):
+    here = config()
+    point = calibrate.traffic(here, 0.75, one_rail=one_rail, one_receiver=one_receiver)
+    assert point.payload_mib == pytest.approx(0.75, rel=0.01)
+    assert point.rho == pytest.approx(2.0 if one_rail else 1.0, rel=0.01)
+    assert point.kappa == pytest.approx(3.0 if one_receiver else 1.0, rel=0.01)
+    assert point.relocated == one_rail
+    assert (point.records.sum(dim=1) <= here.max_tokens_per_rank).all()
+    away = point.records.view(4, 2, 4)
+    assert not away[range(4), :, range(4)].any()  # nothing stays on its node
+    moved = [bool(plan(away[node], here.topo, node=node).relocated.any()) for node in range(4)]
+    assert any(moved) == point.relocated
+
+
+def test_points_that_are_the_same_come_once():
+    assert len({p.name for p in calibrate.points(config(), [0.25, 0.5])}) == 8
+    assert len(list(calibrate.points(config(rails=1), [0.25]))) < 4
+    assert len(list(calibrate.points(config(nodes=2, gpus=1, rails=1), [0.25]))) == 1
+
+
+@pytest.mark.parametrize("payload_mib", [1e-9, 100.0])
+def test_a_payload_that_no_rank_can_send_is_refused(payload_mib):
+    with pytest.raises(ValueError, match=r"payload_mib must give a rank 1 to .* got "):
+        calibrate.traffic(config(), payload_mib, one_rail=True, one_receiver=False)
+    with pytest.raises(ValueError, match="topo must have at least 2 nodes to calibrate, got 1"):
+        calibrate.traffic(config(nodes=1), 0.1, one_rail=True, one_receiver=False)
+
+
+def measured(native):
+    paths = {path: (100.0,) * 5 for path in (*PATHS, CONTROL)}
+    return {**paths, "native": (native,) * 5, "rail": (native,) * 5}
+
+
+def test_every_point_is_kept_with_its_samples_and_good_ones_become_anchors(tmp_path, monkeypatch):
+    times = iter([50.0, 99.0, 60.0, 200.0])
+    monkeypatch.setattr(calibrate, "measure", lambda *_: measured(next(times)))
+    file, seen = tmp_path / "table.json", []
+    rw = SimpleNamespace(config=config())
+    empty = CostTable({"rails": "2"}, Scales(rails=2))
+
+    def progress(done, name):
+        seen.append(name)
+        if done == 2 and not file.with_suffix(".stop").exists():
+            file.with_suffix(".stop").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate(rw, empty, [0.5], save=file, progress=progress)
+    half = CostTable.load(file)
+    assert len(half.points) == 2 and [a.path for a in half.anchors] == ["native"]
+    table = calibrate.calibrate(rw, half, [0.5], save=file, progress=progress)
+    assert CostTable.load(file) == table and len(table.points) == 4
+    assert [anchor.path for anchor in table.anchors] == ["native", "native"]
+    assert table.points[:2] == half.points and len(set(seen)) == 4
+    assert table.points[1].samples_us == measured(99.0)
+    assert "less than 1.05" in table.points[1].verdict
+    assert calibrate.calibrate(rw, table, [0.5]) == table  # nothing is left to measure
+
+
+def measure_here(rank):
+    rw = init(Topology(2, 1, 1), num_experts=2, top_k=1, max_tokens_per_rank=8)
+    (point,) = calibrate.points(rw.config, [8 * rw.config.payload_bytes / (1 << 20)])
+    samples = calibrate.measure(rw, point, 2)
+    rw.close()
+    return point.payload_mib, samples
+
+
+def test_all_ranks_hold_the_slowest_ranks_times_of_every_path():
+    one, other = run_all(measure_here, 2)
+    assert one == other
+    payload_mib, samples = one
+    assert payload_mib > 0 and set(samples) == {*PATHS, CONTROL}
+    assert all(len(times) == 2 and min(times) > 0 for times in samples.values())
+
+
+def test_the_command_makes_a_table_that_it_reads_again(tmp_path):
+    file = tmp_path / "table.json"
+    argv = ["--nodes=2", "--gpus=1", "--hidden=8", "--payloads=0.0001", "--quick", "--out", file]
+    command = [sys.executable, "-m", "railwave", "calibrate", *map(str, argv)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert made.returncode == 0, made.stderr
+    table = CostTable.load(file)
+    (point,) = table.points
+    assert table.fingerprint["transport"] == "shared memory"
+    assert {len(times) for times in point.samples_us.values()} == {5}
+    assert "of 1 point(s)" in made.stdout
+    result = run("calibrate", *argv)
+    assert result.code == 2 and "--out must be a new file without --resume" in result.err
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--payloads=a"], "--payloads must be numbers in"),
+        (["--payloads=-1"], "--payloads must be numbers in"),
+        (["--samples=2"], "--samples must be at least 5, got 2"),
+        (["--out=/none/t.json"], "--out must be in an existing folder"),
+        (["--rails=0"], "rails_per_node must be at least 1"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(argv, said):
+    result = run("calibrate", *argv)
+    assert result.code == 2 and said in result.err and result.out == ""
