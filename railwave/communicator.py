@@ -169,7 +169,8 @@ class Communicator:
             raise PeerError(f"rank(s) called init wrongly: {bad}")
         if any(other != said[self.rank][1] for _, other in said):
             raise ValueError("cost_table must be the same on all ranks")
-        self.config = replace(self.config, cost_table=table)
+        if table:
+            self.config = replace(self.config, cost_table=table)
 
     def _make_exchange(self) -> Exchange:
         return Exchange(

@@ -107,8 +107,9 @@ class LocalWorld:
         self._order = order
         self._interrupted = False
         self.traffic: Traffic | None = None
-        table = table_for(cost_table, self.config, TRANSPORT)
-        self.config = replace(self.config, cost_table=table)
+        if cost_table is not None:
+            table = table_for(cost_table, self.config, TRANSPORT)
+            self.config = replace(self.config, cost_table=table)
         device = self.config.device
         # Else these tensors could not be used outside it.
         with torch.inference_mode(False), self.config.on_device():
