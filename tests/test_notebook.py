@@ -16,7 +16,7 @@ def test_stored_outputs_are_there_and_light():
     kinds = [
         kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})
     ]
-    assert kinds.count("image/png") == 6
+    assert kinds.count("image/png") == 10
     assert all(cell["execution_count"] == place for place, cell in enumerate(cells, start=1))
     assert len(text) < 400_000
     for place in ("/tmp", "/home", "/work", "/root", "site-packages"):
