@@ -152,6 +152,7 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
             me=pe.pe,
             balanced=True,
             block_i=tiles.block_i,
+            warps=tiles.warps,
             notify_off=layout["messages"],
             word_off=layout["notify"],
             shape=S,
@@ -212,7 +213,7 @@ def _moving(sizes: Sizes) -> list[Case]:
     d, s = ((pe.node + sign * this.wave) % pe.config.topo.nodes for sign in (1, -1))
     own = int(handle.num_records[d])
     into = int(handle.in_load[s, pe.local])
-    rows = int((handle.in_rows[s] >= 0).sum())
+    rows = int((handle.in_rows[s, :into] >= 0).sum())
     programs = pe.programs(this)
     return [
         Case(

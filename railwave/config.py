@@ -109,8 +109,10 @@ def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
     if sharing == 1:
         return tiles
     programs = max(1, min(tiles.programs, num_sms // sharing))
-    smaller = {"block_m": tiles.block_m // 2, "tile_words": tiles.tile_words // 2}
-    return replace(tiles, programs=programs, warps=tiles.warps // 2, block_t=256, **smaller)
+    # Two rows at least, as in `clipped`; one program of quota, since all of its programs wait.
+    smaller = {"block_m": max(2, tiles.block_m // 2), "tile_words": tiles.tile_words // 2}
+    others = {"block_t": 256, "block_i": 1 << 20}
+    return replace(tiles, programs=programs, warps=tiles.warps // 2, **smaller, **others)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,15 @@ def fingerprint(config: Config, transport: str) -> dict[str, str]:
         "transport": transport,
         "railwave": __version__,
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": _triton_version(),
     }
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # built under another name
+        return "unknown"
 
 
 def table_for(given: Any, config: Config, transport: str) -> CostTable | None:

@@ -39,7 +39,7 @@ class LocalWorld:
     Args:
         topo: the cluster.
         num_experts: E. Expert e lives on rank floor(e * W / E) unless `expert_to_rank` is given.
-        top_k: the most experts per token.
+        top_k: the most experts per token, at most 255.
         hidden: H. With `dtype`, it declares the largest token: a call may use another hidden size
             and dtype as long as hidden * item size fits, and fewer experts per token.
         max_tokens_per_rank: the most tokens one rank dispatches at once.

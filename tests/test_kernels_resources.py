@@ -6,6 +6,7 @@ may wait for all of them before it makes room for that: for ever, if one waits f
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOVING = ("pack", "local", "put", "unpack", "finish", "copy_in", "own", "reduce", "take")
 
 
-def recorded(nodes, gpus, tokens, hidden, top_k, *, tiles=COMPILED, remote=False):
+def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
     """Return {(kernel, signature, constants)} of a dispatch and a combine, which never run."""
     launches = {}
 
@@ -49,8 +50,10 @@ def recorded(nodes, gpus, tokens, hidden, top_k, *, tiles=COMPILED, remote=False
 
     topo, cpu = Topology(nodes, gpus, gpus), torch.device("cpu")
     sizes = dict(num_experts=8 * topo.num_ranks, top_k=top_k, hidden=hidden)
-    sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=tiles, remote=remote)
+    sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=COMPILED)
     config = Config(topo=topo, **sizes)
+    # As `Communicator` does it, once it knows who shares a GPU.
+    config = replace(config, tiles=fitting(config.tiles, 132, sharing), remote=remote)
     heap = LocalHeap(topo.num_ranks, config.layout, device=cpu)
     pe = Exchange(config, heap, 0, device=cpu, deadline_s=1)
     pe.kernels = load(interpret=False)
@@ -78,16 +81,12 @@ def result(stages):
 def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
     sharing, remote, tmp_path
 ):
-    seen, tiles = set(), fitting(COMPILED, 132, sharing)
-    for launch in recorded(4, 8, 4096, 7168, 8, tiles=tiles, remote=remote):
+    seen = set()
+    for launch in recorded(4, 8, 4096, 7168, 8, sharing=sharing, remote=remote):
         kernel, _, constants, *_ = launch
         asm = compiled(*launch)
-        (tmp_path / "cubin").write_bytes(asm["cubin"])
-        said = subprocess.run(
-            [CUOBJDUMP, "-res-usage", tmp_path / "cubin"], capture_output=True, text=True
-        ).stdout
         name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
-        stack = int(re.search(r"Function _.*\n.*STACK:(\d+)", said)[1])
+        stack = stack_of(asm, tmp_path)
         assert stack <= 64, (name, stack, constants)  # a few saved registers are no array
         if name in MOVING:
             seen.add(name)
@@ -96,10 +95,20 @@ def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
     assert seen == set(MOVING)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3)])
-def test_kernels_compile_at_the_smallest_sizes(sizes):
-    for launch in recorded(*sizes):
+@pytest.mark.parametrize("sharing", [1, 8])
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3), (2, 2, 2, 8, 1)]
+)
+def test_kernels_compile_at_the_smallest_sizes(sizes, sharing):
+    for launch in recorded(*sizes, sharing=sharing):
         compiled(*launch)
+
+
+@pytest.mark.parametrize("sharing", [1, 8])
+def test_count_stays_in_registers_with_many_experts_a_token(sharing, tmp_path):
+    launches = recorded(2, 8, 2048, 16, 64, sharing=sharing)
+    (count,) = [launch for launch in launches if launch[0].__name__ == "_count_kernel"]
+    assert stack_of(compiled(*count), tmp_path) <= 64
 
 
 def compiled(kernel, signature, constants, attrs, options):
@@ -107,3 +116,12 @@ def compiled(kernel, signature, constants, attrs, options):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {name: value for name, value in options.items() if value is not None}
     return triton.compile(source, target=SM_90, options=options).asm
+
+
+def stack_of(asm, folder):
+    """Return the bytes of local memory that a kernel takes a thread."""
+    (folder / "cubin").write_bytes(asm["cubin"])
+    said = subprocess.run(
+        [CUOBJDUMP, "-res-usage", folder / "cubin"], capture_output=True, text=True
+    ).stdout
+    return int(re.search(r"Function _.*\n.*STACK:(\d+)", said)[1])

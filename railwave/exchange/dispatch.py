@@ -52,6 +52,7 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
         *(pe.heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
         balanced=call.path in BALANCED,
         block_i=tiles.block_i,
+        warps=tiles.warps,
         **notified_word,
     )
     pe.kernels.quota.arrivals(*(pe.heap.bases, pe.state, pe.expert_start, pe.plan), **notified)

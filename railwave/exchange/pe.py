@@ -93,7 +93,9 @@ class Exchange:
         self.plan = self.kernels.quota.PlanTables.empty(S, device)
         self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)
         self.path = "none"  # of the phase that runs, once it is known
-        self.all_pairs = (1 - torch.eye(S.N)).to(device=device, dtype=torch.int8)[None]
+        self.all_pairs = (1 - torch.eye(S.N, device="cpu")).to(device=device, dtype=torch.int8)[
+            None
+        ]
         self.descriptors = torch.zeros(3, dtype=torch.float64, device=device)
 
     def _make_tables(self) -> None:
@@ -274,6 +276,7 @@ class Exchange:
             yield
         finally:
             self.state.copy_(state)
+            self.counts.zero_()  # an interrupt may have come between count and notify
             self.epoch = epoch
 
     def check_same_call(self, own: int) -> None:

@@ -20,6 +20,8 @@ from .lang import cdiv, clamp, cumsum, helper, i64, iota, jit, tile_max, tile_su
 from .shape import Shape, pow2
 from .wire import EPOCH, NOTIFIES
 
+EXPERTS_A_THREAD = 16  # more would not stay in registers
+
 
 @helper
 def _load_experts(
@@ -197,11 +199,14 @@ def count(
         row_index: out, (S.T, W) int32: index of the token's row in its stream, -1 for none.
         state: (STATE_WORDS,) int64 of this PE; its epoch and notify number advance.
         status: what this rank says of its call (`Call.status`); negative for a wrong one.
-        block_t: tokens a step, a power of two; results depend on none of these.
+        block_t: tokens a step, a power of two (fewer where K is large); results depend on none of
+            these.
         parts: programs a node, each for a part of the tokens.
     """
     S = shape
     k = topk_idx.shape[1]
+    warps = min(max(block_t // 64, 4), 16)
+    block_t = min(block_t, max(2, EXPERTS_A_THREAD * 32 * warps // pow2(k)))
     part_steps = -(-topk_idx.shape[0] // (parts * block_t))
     gpus = min(S.G_P, 8)
     gpu_blocks = -(-S.G // gpus)
@@ -220,7 +225,7 @@ def count(
         SLOTS_T=slots_t,
         GPUS=gpus,
         GPU_BLOCKS=gpu_blocks,
-        num_warps=min(max(block_t // 64, 4), 16),
+        num_warps=warps,
     )
 
 

@@ -84,7 +84,8 @@ def _quota_kernel(
 ):
     """Wait for every rank's message; write quotas, kept records and loads of BLOCK_I slices.
 
-    All zeros if any message is missing: what never came must not become an index.
+    Zeros if a message is missing when the program gives up: what never came must not become an
+    index.
 
     Example: one slice (0, 1) on 3 rails of one GPU each, C = [5, 0, 1]: B = 6, Q = [2, 2, 2],
     kept [2, 0, 1], 3 surplus records on rail 0, deficits 0, 2, 1, load [2, 2, 2].
@@ -234,6 +235,7 @@ def quota(
     balanced: bool,
     shape: Shape,
     block_i: int,
+    warps: int = 4,
 ) -> None:
     """Wait for all messages; compute quotas, kept records and loads of this node's slices.
 
@@ -248,6 +250,7 @@ def quota(
         notify_off, word_off: byte offsets of the notify areas and of the words notify[rank].
         balanced: True for eq. 9 (`rail`, `joint`), False for native quotas.
         block_i: slices a program, a power of two; results do not depend on it.
+        warps: of a program; every program waits.
 
     Source: eq. (9), Algorithm 1 lines 1-7. References: `quota_ref`, `native_quota_ref` (quotas) and
     `railwave.sched.assign_ref` (what each GPU keeps and puts).
@@ -260,7 +263,7 @@ def quota(
         BALANCED=balanced,
         BLOCK_I=block_i,
         W_P=pow2(shape.N * shape.G),
-        num_warps=8,
+        num_warps=warps,
     )
 
 
