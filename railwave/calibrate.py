@@ -56,7 +56,7 @@ def traffic(config: Config, payload_mib: float, *, one_rail: bool, one_receiver:
     Args:
         config: sizes; a rank sends at most max_tokens_per_rank tokens.
         payload_mib: B, the mean a GPU sends to other nodes, in MiB.
-        one_rail: all tokens are owned by GPUs of rail 0; else every GPU owns as many.
+        one_rail: all tokens are owned by GPUs of the first rail; else every GPU owns as many.
         one_receiver: all nodes send to node 0, which sends to node 1; else each to all others.
 
     Raises:
@@ -73,7 +73,7 @@ def traffic(config: Config, payload_mib: float, *, one_rail: bool, one_receiver:
     N, G = topo.nodes, topo.gpus_per_node
     if N < 2:
         raise ValueError(f"topo must have at least 2 nodes to calibrate, got {N}")
-    owners = topo.gpus_of_rail[0] if one_rail else range(G)
+    owners = next(filter(None, topo.gpus_of_rail)) if one_rail else range(G)
     each = round(payload_mib * MIB / config.payload_bytes * G / len(owners))
     if not 1 <= each <= config.max_tokens_per_rank:
         raise ValueError(
@@ -155,7 +155,7 @@ def calibrate(
         if progress:
             progress(number, point.name)
         if (point.payload_mib, point.rho, point.kappa) not in done:
-            table = _with(table, point, measure(rw, point, samples))
+            table = _with(rw.config, table, point, measure(rw, point, samples))
             if save is not None:
                 table.save(save)
     return table
@@ -177,8 +177,10 @@ def measure(rw: Communicator, point: Traffic, samples: int) -> dict[str, tuple[f
     return {name: tuple(of) for name, of in times.items()}
 
 
-def _with(table: CostTable, point: Traffic, samples_us: dict[str, tuple[float, ...]]) -> CostTable:
-    verdict = judge(samples_us, relocated=point.relocated)
+def _with(
+    config: Config, table: CostTable, point: Traffic, samples_us: dict[str, tuple[float, ...]]
+) -> CostTable:
+    verdict = judge(samples_us, relocated=point.relocated, one_wave=config.topo.nodes == 2)
     where = (point.payload_mib, point.rho, point.kappa)
     anchors = (Anchor(*where, verdict.path),) if verdict.path else ()
     made = Point(*where, samples_us, verdict.reason)

@@ -159,7 +159,7 @@ class Communicator:
         wrong, table = None, None
         try:
             table = table_for(given, self.config, self.transport)
-        except (TypeError, ValueError, OSError) as error:
+        except Exception as error:  # whatever it is, the others must hear
             wrong = error
         said = self._gather((str(wrong or ""), table and (table.scales, table.anchors)))
         if wrong:

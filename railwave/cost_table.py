@@ -7,9 +7,8 @@ to the configuration whose fingerprint it carries; on another it would mislead, 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any
 
 import torch
 
+from railwave._files import write_file
 from railwave._version import __version__
 from railwave.config import PATHS, Config
 from railwave.retention import CONTROL
 from railwave.sched import Anchor, Decision, Scales, select
 
 FORMAT = 1
+MOST = 1e15  # of any number in a table
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class CostTable:
     anchors: tuple[Anchor, ...] = ()
     points: tuple[Point, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("anchors", "points"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     def select(self, *, payload_bytes: float, rho: float, kappa: float) -> Decision:
         """Choose a path, as `railwave.sched.select` does."""
         traffic = {"payload_bytes": payload_bytes, "rho": rho, "kappa": kappa}
@@ -86,12 +91,7 @@ class CostTable:
             "anchors": [asdict(anchor) for anchor in self.anchors],
             "points": [asdict(point) for point in self.points],
         }
-        part = Path(f"{path}.{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_file(os.fspath(path), (json.dumps(data, indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> CostTable:
@@ -103,7 +103,7 @@ class CostTable:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: must be a JSON cost table: {error}") from None
         try:
             return cls._of(data)
@@ -171,6 +171,11 @@ def table_for(given: Any, config: Config, transport: str) -> CostTable | None:
             f"cost_table must be a railwave.CostTable or its file, got {type(given).__name__}"
         )
     given.check_fits(fingerprint(config, transport))
+    if given.scales.rails != config.topo.rails_per_node:
+        raise ValueError(
+            f"cost_table's scales.rails must be {config.topo.rails_per_node} here, got "
+            f"{given.scales.rails}"
+        )
     wanted = {"native", "joint", *(anchor.path for anchor in given.anchors)}
     if not wanted <= set(config.paths):
         raise ValueError(
@@ -188,22 +193,23 @@ def _fingerprint(data: Any) -> dict[str, str]:
 
 def _scales(data: Any) -> Scales:
     _check_names(data, [field.name for field in fields(Scales)], "scales")
-    rails = data["rails"]
-    if type(rails) is not int or rails < 1:
-        raise ValueError(f"scales.rails must be a whole number of at least 1, got {rails!r}")
-    numbers = {n: _number(v, f"scales.{n}", above=0) for n, v in data.items() if n != "rails"}
-    if numbers["payload_factor"] < 1:
-        raise ValueError(
-            f"scales.payload_factor must be at least 1, got {numbers['payload_factor']}"
-        )
-    return Scales(rails=rails, **numbers)
+    numbers = {n: _number(v, f"scales.{n}") for n, v in data.items() if n != "rails"}
+    return _made(lambda: Scales(rails=data["rails"], **numbers), "scales")
 
 
 def _anchor(data: Any, name: str) -> Anchor:
     _check_names(data, [field.name for field in fields(Anchor)], name)
     if data["path"] not in PATHS:
         raise ValueError(f"{name}.path must be one of {list(PATHS)}, got {data['path']!r}")
-    return Anchor(*_traffic(data, name), data["path"])
+    return _made(lambda: Anchor(*_traffic(data, name), data["path"]), name)
+
+
+def _made(make: Callable[[], Any], name: str) -> Any:
+    """Call what checks its own fields; say which part of the table they are of."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}.{error}") from None
 
 
 def _point(data: Any, name: str) -> Point:
@@ -213,11 +219,13 @@ def _point(data: Any, name: str) -> Point:
         raise ValueError(f"{name}.samples_us must be an object by path of {[*PATHS, CONTROL]}")
     measured = {
         path: tuple(
-            _number(us, f"{name}.samples_us.{path}[{i}]", above=0)
+            _number(us, f"{name}.samples_us.{path}[{i}]")
             for i, us in _numbered(times, f"{name}.samples_us.{path}")
         )
         for path, times in samples.items()
     }
+    if not measured.get("joint"):
+        raise ValueError(f"{name}.samples_us must hold times of joint, got {list(measured)}")
     if not isinstance(data["verdict"], str):
         raise ValueError(f"{name}.verdict must be a text, got {data['verdict']!r}")
     return Point(*_traffic(data, name), measured, data["verdict"])
@@ -225,9 +233,9 @@ def _point(data: Any, name: str) -> Point:
 
 def _traffic(data: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     return (
-        _number(data["payload_mib"], f"{name}.payload_mib", above=0),
-        _number(data["rho"], f"{name}.rho", least=1),
-        _number(data["kappa"], f"{name}.kappa", least=1),
+        _number(data["payload_mib"], f"{name}.payload_mib"),
+        _number(data["rho"], f"{name}.rho"),
+        _number(data["kappa"], f"{name}.kappa"),
     )
 
 
@@ -243,9 +251,7 @@ def _numbered(data: Any, name: str) -> enumerate:
     return enumerate(data)
 
 
-def _number(value: Any, name: str, *, above: float = -math.inf, least: float = -math.inf) -> float:
-    rule = f"above {above}" if above > -math.inf else f"at least {least}"
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    if not is_number or value <= above or value < least:
-        raise ValueError(f"{name} must be a finite number {rule}, got {value!r}")
+def _number(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not 0 < value <= MOST:
+        raise ValueError(f"{name} must be a number in (0, {MOST:g}], got {value!r:.40}")
     return float(value)

@@ -5,6 +5,7 @@ Times are of a dispatch and its combine, of the slowest rank, in microseconds.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ AGREEMENT = 1.1  # between paths that do the same, and between two runs of one p
 LEAST_SAMPLES = 5
 # Where no record changes its rail, the paths of a pair do the same.
 EQUIVALENT = (("native", "rail"), ("permutation", "joint"))
+ONE_WAVE = (("native", "permutation"), ("rail", "joint"))  # with two nodes
+SLACK = 1e-9  # of a ratio, for what float64 rounds
 CONTROL = "joint again"  # the same path, measured a second time
 
 
@@ -26,7 +29,9 @@ class Verdict:
     reason: str
 
 
-def judge(samples_us: Mapping[str, Sequence[float]], *, relocated: bool) -> Verdict:
+def judge(
+    samples_us: Mapping[str, Sequence[float]], *, relocated: bool, one_wave: bool = False
+) -> Verdict:
     """Decide whether a point becomes an anchor, and for which path.
 
     The point is noisy, and rejected, unless all controls agree within 10 %: joint measured twice,
@@ -38,6 +43,8 @@ def judge(samples_us: Mapping[str, Sequence[float]], *, relocated: bool) -> Verd
         samples_us: by path, and under `CONTROL`: at least 5 times each, interleaved.
         relocated: whether rail and joint move records to other rails here. If not, rail and
             permutation only repeat native and joint, and get no anchor.
+        one_wave: there are two nodes, so that waves change nothing: permutation repeats native, and
+            rail joint; all four are the same where nothing is relocated.
 
     Raises:
         ValueError: joint is missing, or a path has too few times or one that is not above 0.
@@ -54,7 +61,8 @@ def judge(samples_us: Mapping[str, Sequence[float]], *, relocated: bool) -> Verd
     """
     _check(samples_us)
     median = {path: statistics.median(times) for path, times in samples_us.items()}
-    controls = [("joint", CONTROL), *(() if relocated else EQUIVALENT)]
+    alike = (*(() if relocated else EQUIVALENT), *(ONE_WAVE if one_wave else ()))
+    controls = [("joint", CONTROL), *alike]
     for one, other in controls:
         if one in median and other in median:
             apart = max(median[one], median[other]) / min(median[one], median[other])
@@ -62,7 +70,9 @@ def judge(samples_us: Mapping[str, Sequence[float]], *, relocated: bool) -> Verd
                 return Verdict(
                     None, f"noisy: {one} and {other} differ by {apart:.3f}, more than {AGREEMENT}"
                 )
-    candidates = ["native", "rail", "permutation"] if relocated else ["native"]
+    candidates = ["native", "rail", "permutation"] if relocated and not one_wave else ["native"]
+    if one_wave and not relocated:
+        return Verdict(None, "all paths do the same here")
     present = sorted((c for c in candidates if c in median), key=lambda c: median[c])
     reasons = []
     for path in present:
@@ -79,7 +89,7 @@ def _too_weak(path: str, samples_us: Mapping[str, Sequence[float]]) -> str:
         low, high = _deciles(samples_us[name])
         if high > SPREAD * low:
             return f"{path}: {name} spreads by {high / low:.3f}, more than {SPREAD}"
-    if _deciles(samples_us["joint"])[0] < ADVANTAGE * _deciles(samples_us[path])[1]:
+    if _deciles(samples_us["joint"])[0] / _deciles(samples_us[path])[1] < ADVANTAGE - SLACK:
         return f"{_advantage(path, samples_us)}, less than {ADVANTAGE}"
     return ""
 
@@ -102,5 +112,6 @@ def _check(samples_us: Mapping[str, Sequence[float]]) -> None:
             raise ValueError(
                 f"samples_us[{path!r}] must hold at least {LEAST_SAMPLES} times, got {len(times)}"
             )
-        if not min(times) > 0:
-            raise ValueError(f"samples_us[{path!r}] must be above 0, got {min(times)}")
+        wrong = [us for us in times if not 0 < us < math.inf]
+        if wrong:
+            raise ValueError(f"samples_us[{path!r}] must be finite and above 0, got {wrong[0]}")

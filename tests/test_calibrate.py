@@ -125,6 +125,9 @@ def test_the_command_makes_a_table_that_it_reads_again(tmp_path):
         (["--payloads=-1"], "--payloads must be numbers in"),
         (["--samples=2"], "--samples must be at least 5, got 2"),
         (["--out=/none/t.json"], "--out must be in an existing folder"),
+        (["--hidden=0"], "--hidden must be at least 1, got 0"),
+        (["--nodes=1"], "topo must have at least 2 nodes to calibrate, got 1"),
+        (["--payloads=1e-9"], "payload_mib must give a rank 1 to"),
         (["--rails=0"], "rails_per_node must be at least 1"),
     ],
 )

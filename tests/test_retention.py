@@ -89,6 +89,22 @@ def test_what_cannot_be_judged_is_refused():
         judge({"joint": spread(1.0)}, relocated=True)
     with pytest.raises(ValueError, match=r"\['native'\] must hold at least 5 times, got 4"):
         judge(point(native=[1.0] * 4), relocated=True)
-    with pytest.raises(ValueError, match=r"\['native'\] must be above 0, got 0"):
+    with pytest.raises(ValueError, match=r"\['native'\] must be finite and above 0, got 0"):
         judge(point(native=[1.0] * 4 + [0.0]), relocated=True)
     assert judge(point(), relocated=True).reason == "no path beside joint was measured"
+
+
+def test_with_two_nodes_waves_change_nothing():
+    samples = point(native=80.0, permutation=81.0, rail=100.0)
+    assert judge(samples, relocated=True, one_wave=True).path == "native"
+    rail = point(native=100.0, permutation=100.0, rail=80.0)
+    assert judge(rail, relocated=True).path == "rail"
+    assert "noisy: rail and joint" in judge(rail, relocated=True, one_wave=True).reason
+    same = point(native=92.0, permutation=92.0, rail=92.0)
+    assert judge(same, relocated=False, one_wave=True).reason == "all paths do the same here"
+
+
+def test_an_advantage_of_exactly_five_percent_is_enough():
+    for native in range(100, 400):
+        samples = {"joint": [1.05 * native] * 5, CONTROL: [1.05 * native] * 5}
+        assert judge({**samples, "native": [float(native)] * 5}, relocated=True).path == "native"

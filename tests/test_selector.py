@@ -175,17 +175,25 @@ DELETE = object()
         (("format",), 2, "format must be 1, got 2"),
         (("anchors",), DELETE, "the table must be an object with the fields"),
         (("fingerprint",), {"rails": 8}, "fingerprint must be an object of strings"),
-        (("scales", "rails"), 0, "scales.rails must be a whole number of at least 1, got 0"),
-        (("scales", "kappa"), 0, "scales.kappa must be a finite number above 0, got 0"),
-        (("scales", "payload_factor"), 0.5, "scales.payload_factor must be at least 1, got 0.5"),
+        (("scales", "rails"), 0, "scales.rails must be at least 1, got 0"),
+        (("scales", "kappa"), 0, r"scales.kappa must be a number in \(0, 1e\+15\], got 0"),
+        (
+            ("scales", "payload_factor"),
+            0.5,
+            r"scales.payload_factor must be in \[1, 1e\+06\], got 0.5",
+        ),
         (("scales", "shape"), DELETE, "scales must be an object with the fields"),
         (("anchors",), {}, "anchors must be a list, got dict"),
         (("anchors", 1, "path"), "joynt", r"anchors\[1\].path must be one of"),
-        (("anchors", 1, "rho"), 0.9, r"anchors\[1\].rho must be a finite number at least 1"),
-        (("anchors", 2, "payload_mib"), "7", r"anchors\[2\].payload_mib must be a finite number"),
-        (("anchors", 0, "kappa"), True, r"anchors\[0\].kappa must be a finite number"),
-        (("points", 0, "samples_us", "joint", 1), -1, r"samples_us.joint\[1\] must be a finite"),
+        (("anchors", 1, "rho"), 0.9, r"anchors\[1\].rho must be in \[1, 1e\+06\], got 0.9"),
+        (("anchors", 2, "payload_mib"), "7", r"anchors\[2\].payload_mib must be a number"),
+        (("anchors", 0, "kappa"), True, r"anchors\[0\].kappa must be a number"),
+        (("points", 0, "samples_us", "joint", 1), -1, r"samples_us.joint\[1\] must be a number"),
         (("points", 0, "samples_us"), {"fast": []}, r"points\[0\].samples_us must be an object"),
+        (("anchors", 1, "rho"), 10**400, r"anchors\[1\].rho must be a number in \(0, 1e\+15\]"),
+        (("scales", "rails"), 10**400, "scales.rails must be below"),
+        (("scales", "kappa"), 1e-320, "scales.kappa must be in"),
+        (("points", 0, "samples_us"), {"native": [1.0]}, "samples_us must hold times of joint"),
         (("points", 0, "verdict"), None, r"points\[0\].verdict must be a text, got None"),
     ],
 )
@@ -205,3 +213,29 @@ def test_what_is_no_table_is_refused(text, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"table\.json: "):
         CostTable.load(path)
+
+
+@pytest.mark.parametrize(
+    "one, other, at",
+    [
+        (Anchor(7, 1.29, 1, "native"), Anchor(7, 1.45, 1, "rail"), (7, 1.37, 1)),
+        (Anchor(8, 1, 1, "native"), Anchor(12.5, 1, 1, "rail"), (10, 1, 1)),
+    ],
+)
+def test_ties_go_to_the_first_whatever_float64_rounds(one, other, at):
+    scales = Scales(rails=8, shape=1.0)
+    for anchors in ((one, other), (other, one)):
+        assert choose(*at, anchors=anchors, scales=scales).anchor == 0
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1, 1), (7, math.nan, 1), (0, 1, 1), (7, 1, 0.5)])
+def test_an_anchor_that_no_traffic_could_be_near_is_refused(values):
+    with pytest.raises(ValueError, match="must be in"):
+        Anchor(*values, "native")
+
+
+def test_a_table_is_written_where_a_link_points(tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    TABLE.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and CostTable.load(tmp_path / "real.json") == TABLE

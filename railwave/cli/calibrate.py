@@ -53,15 +53,17 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def _calibrate(args: argparse.Namespace) -> int:
     payloads = _payloads(args)
-    check_writable(args.out, "--out")
-    if not args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
-        raise ValueError(f"--out must be a new file without --resume, got {args.out!r}")
+    if os.environ.get("RANK", "0") == "0":  # who writes it
+        check_writable(args.out, "--out")
+        if not args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
+            raise ValueError(f"--out must be a new file without --resume, got {args.out!r}")
     samples = QUICK_SAMPLES if args.quick else args.samples
     if samples < QUICK_SAMPLES:
         raise ValueError(f"--samples must be at least {QUICK_SAMPLES}, got {samples}")
     topo = _topology(args)
     if "RANK" not in os.environ:
-        return _under_torchrun(topo.num_ranks)
+        _check_points(args, topo, payloads)
+        return _under_torchrun(args, topo.num_ranks)
     return _measure(args, topo, payloads, samples)
 
 
@@ -81,10 +83,37 @@ def _topology(args: argparse.Namespace) -> Topology:
     return Topology(args.nodes, args.gpus, args.gpus if args.rails is None else args.rails)
 
 
-def _under_torchrun(num_ranks: int) -> int:
+def _sizes(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> dict[str, Any]:
+    """Return what a `Communicator` declares for these points."""
+    from railwave._check import check_positive_int
+    from railwave.sched.selector import MIB
+
+    hidden = check_positive_int(args.hidden, "--hidden")
+    # All on one rail, a GPU there sends what all GPUs of its node would.
+    most = int(max(payloads) * MIB / (2 * hidden) * topo.gpus_per_node) + 1
+    sizes = {"num_experts": topo.num_ranks, "top_k": 1, "hidden": hidden}
+    return {**sizes, "max_tokens_per_rank": most}
+
+
+def _check_points(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> None:
+    """Refuse what no rank could measure, before any is started."""
+    import torch
+
+    from railwave.calibrate import points
+    from railwave.config import Config
+
+    config = Config(topo, dtype=torch.bfloat16, **_sizes(args, topo, payloads))
+    list(points(config, payloads))
+
+
+def _under_torchrun(args: argparse.Namespace, num_ranks: int) -> int:
     """Start this command again, as so many ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    again = ["-m", "railwave", *sys.argv[1:]]
+    again = ["-m", "railwave", "calibrate"]
+    for name in ("nodes", "gpus", "rails", "hidden", "payloads", "samples", "out"):
+        if getattr(args, name) is not None:
+            again.append(f"--{name}={getattr(args, name)}")
+    again += [f"--{name}" for name in ("quick", "resume", "verbose") if getattr(args, name)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     return subprocess.run([*torchrun, *again], check=False, env=environment).returncode
 
@@ -95,23 +124,14 @@ def _measure(args: argparse.Namespace, topo: Topology, payloads: Any, samples: i
 
     from railwave.calibrate import calibrate, points
     from railwave.communicator import Communicator
-    from railwave.sched.selector import MIB
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
-    # All on one rail, a GPU there sends what all GPUs of its node would.
-    most = max(payloads) * MIB / (2 * args.hidden) * topo.gpus_per_node
     try:
-        with Communicator(
-            topo,
-            num_experts=topo.num_ranks,
-            top_k=1,
-            hidden=args.hidden,
-            max_tokens_per_rank=int(most) + 1,
-            deadline_s=DEADLINE_S,
-        ) as rw:
+        sizes = _sizes(args, topo, payloads)
+        with Communicator(topo, deadline_s=DEADLINE_S, **sizes) as rw:
             table = _begin(args, rw)
             total = sum(1 for _ in points(rw.config, payloads))
             with progress_bar(total if first else 0) as progress:
@@ -130,16 +150,22 @@ def _measure(args: argparse.Namespace, topo: Topology, payloads: Any, samples: i
 
 
 def _begin(args: argparse.Namespace, rw: Communicator) -> CostTable:
-    """Return the table to go on with."""
+    """Return the table to go on with: what the first rank reads, on all."""
     from railwave.cost_table import CostTable, fingerprint
     from railwave.sched import Scales
 
     here = fingerprint(rw.config, rw.transport)
-    if args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
-        table = CostTable.load(args.out)
-        table.check_fits(here)
-        return table
-    return CostTable(here, Scales(rails=rw.config.topo.rails_per_node))
+    table, wrong = CostTable(here, Scales(rails=rw.config.topo.rails_per_node)), ""
+    if rw.rank == 0 and args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
+        try:
+            table = CostTable.load(args.out)
+            table.check_fits(here)
+        except (ValueError, OSError) as error:
+            wrong = str(error)
+    table, wrong = rw._gather((table, wrong))[0]
+    if wrong:
+        raise ValueError(wrong)
+    return table
 
 
 def _print(table: CostTable, out: str) -> None:

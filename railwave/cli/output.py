@@ -1,11 +1,12 @@
-"""Files that a command writes: whole, or not at all."""
+"""Files that a command writes."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from typing import Any
+
+from railwave._files import replaceable, write_file
 
 
 def check_writable(path: str, option: str = "--json") -> None:
@@ -28,35 +29,10 @@ def check_writable(path: str, option: str = "--json") -> None:
     # A new file is written beside the old one and takes its place; a device or pipe is written to.
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise PermissionError(f"{option} must be a file that may be written, got {path!r}")
-    if _replaceable(path) and not os.access(folder, os.W_OK):
+    if replaceable(path) and not os.access(folder, os.W_OK):
         raise PermissionError(f"{option} must be in a folder that may be written, got {path!r}")
 
 
 def write_json(path: str, data: Any) -> None:
     """Write `data` to `path` as JSON: all of it or, if anything fails, nothing."""
     write_file(path, (json.dumps(data, indent=2) + "\n").encode())
-
-
-def write_file(path: str, content: bytes) -> None:
-    """Write `content` to `path`: all of it or, if anything fails, nothing."""
-    if not _replaceable(path):
-        with open(path, "wb") as file:
-            file.write(content)
-        return
-    target = os.path.realpath(path)
-    part = f"{target}.{os.getpid()}.part"
-    file = open(part, "xb")  # noqa: SIM115  (what is another's is not removed below)
-    try:
-        with file:
-            file.write(content)
-        if os.path.exists(target):
-            shutil.copymode(target, part)
-        os.replace(part, target)
-    except BaseException:
-        if os.path.exists(part):
-            os.remove(part)
-        raise
-
-
-def _replaceable(path: str) -> bool:
-    return os.path.isfile(path) or not os.path.exists(path)

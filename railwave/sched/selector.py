@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from railwave._check import check_positive_int
+
 MIB = 1 << 20
 SLACK = 1e-9  # of every bound, for what float64 rounds
 
@@ -22,6 +24,11 @@ class Anchor:
     rho: float  # source-rail skew, eq. 5
     kappa: float  # receiver concentration, eq. 7
     path: str
+
+    def __post_init__(self) -> None:
+        _check_range(self.payload_mib, 1e-9, 1e9, "payload_mib")
+        _check_range(self.rho, 1, 1e6, "rho")
+        _check_range(self.kappa, 1, 1e6, "kappa")
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,13 @@ class Scales:
     kappa: float = 2.0  # from low (1) to high (3) contention
     payload_factor: float = 1.25  # payloads differ at most by this factor
     shape: float = 0.02  # rho and kappa features differ at most by this
+
+    def __post_init__(self) -> None:
+        check_positive_int(self.rails, "rails", below=1 << 20)
+        _check_range(self.payload_mib, 1e-9, 1e9, "payload_mib")
+        _check_range(self.kappa, 1e-6, 1e6, "kappa")
+        _check_range(self.payload_factor, 1, 1e6, "payload_factor")
+        _check_range(self.shape, 0, 1e6, "shape")
 
     def features(self, payload_mib: float, rho: float, kappa: float) -> tuple[float, float, float]:
         """Return x: (log2(B / 56 MiB), (rho - 1) / (R - 1), (kappa - 1) / 2).
@@ -101,7 +115,7 @@ def select(
         if _too_far(scales, payload_mib, x, anchor, place):
             continue
         distance = math.dist(x, place)
-        if best is None or distance < best.distance:
+        if best is None or distance < best.distance - SLACK:
             best = Decision(anchor.path, f"near anchor {number}: {anchor}", number, distance)
     return best or Decision("joint", _nearest(scales, payload_mib, x, anchors))
 
@@ -125,6 +139,11 @@ def _nearest(scales: Scales, payload_mib: float, x: tuple, anchors: Sequence[Anc
     number = min(range(len(anchors)), key=lambda j: math.dist(x, places[j]))
     why = _too_far(scales, payload_mib, x, anchors[number], places[number])
     return f"no anchor is near; of the nearest, {number}, {why}"
+
+
+def _check_range(value: float, low: float, high: float, name: str) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value!r:.40}")
 
 
 def _check_at_least(value: float, least: float, name: str) -> None:
