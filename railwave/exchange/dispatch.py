@@ -171,8 +171,9 @@ def _local(pe: Exchange, call: Call, handle: Handle, tokens: Any, *, tell_packed
         packed_off=layout["packed"],
         tell_packed=tell_packed,
         fmt=call.fmt,
-        block_w=tiles.block_w(2 * tiles.block_m),  # it keeps more at a time than pack
-        **pe.tiles(),
+        block_w=tiles.block_w(2 * tiles.block_m),
+        # Fewer rows at a time than pack: it keeps where each goes on every GPU of the node.
+        **{**pe.tiles(), "block_m": max(2, tiles.block_m // 2)},
     )
 
 
