@@ -25,7 +25,7 @@ WAVES = ("permutation", "joint")
 
 DEFAULT_STAGING_RECORDS = 8192
 MOST_COUNTING = 128  # programs of count that number records: about one a multiprocessor
-MAX_TOP_K = 255  # `count` sums a token's experts in bytes
+MAX_TOP_K = 255  # `count` counts a token's experts on a GPU in a byte at most
 TEXT_WORDS = 64  # of an error that all ranks must hear, 8 bytes each
 
 

@@ -92,10 +92,10 @@ class Exchange:
         self.row_index = self.ints(S.T, S.N * S.G)
         self.plan = self.kernels.quota.PlanTables.empty(S, device)
         self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)
-        self.path = "none"  # of the phase that runs, once it is known
-        self.all_pairs = (1 - torch.eye(S.N, device="cpu")).to(device=device, dtype=torch.int8)[
-            None
-        ]
+        self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
+        # One window of all pairs, for path="auto".
+        all_pairs = 1 - torch.eye(S.N, dtype=torch.int8, device="cpu")
+        self.all_pairs = all_pairs[None].to(device)
         self.descriptors = torch.zeros(3, dtype=torch.float64, device=device)
 
     def _make_tables(self) -> None:
