@@ -25,8 +25,7 @@ from railwave import LocalWorld, Topology
 from railwave.arguments import check_call
 from railwave.config import Config
 from railwave.exchange import Exchange
-from railwave.exchange.dispatch import _finish, _pack, _unpack
-from railwave.exchange.words import as_words
+from railwave.exchange.dispatch import Moves, finish
 from railwave.handle import Call, Handle
 from railwave.heap import LocalHeap
 from railwave.kernels.shape import make_format
@@ -128,39 +127,32 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
     heap = LocalHeap(1, config.layout, device=sizes.device)  # the others' are not touched
     pe = Exchange(config, heap, 0, device=sizes.device, deadline_s=DEADLINE_S)
     _fill_words(heap)
-    S, layout, tiles = config.shape, heap.layout, config.tiles
+    S, tiles = config.shape, config.tiles
     draw = {"generator": torch.Generator().manual_seed(0)}
     messages = heap.region(0, "messages", torch.int32).view(2, -1, S.NOTIFY_WORDS)
     messages[:, :, 1 : 1 + S.N] = torch.randint(S.T, (messages.shape[1], S.N), **draw)
     scores = torch.rand(sizes.tokens, S.E, **draw)
     topk_idx = scores.topk(sizes.top_k).indices.to(sizes.device)
     record_token, proxy, slot = (pe.ints(S.N, S.T) for _ in range(3))
+    tables = pe.plan(balanced=True)
 
     def count() -> None:
         pe.kernels.count.count(
             *(topk_idx, pe.expert_rank, pe.expert_pos),
-            *(pe.counts, record_token, pe.row_index, pe.state),
+            *(pe.counts, record_token, pe.row_index, heap.bases, pe.state, pe.expert_start),
             status=0,
-            shape=S,
+            tell=False,
+            **pe.notify_args(),
             block_t=tiles.block_t,
             parts=tiles.parts,
         )
 
     def quota() -> None:
-        pe.kernels.quota.quota(
-            *(heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
-            me=pe.pe,
-            balanced=True,
-            block_i=tiles.block_i,
-            warps=tiles.warps,
-            notify_off=layout["messages"],
-            word_off=layout["notify"],
-            shape=S,
-        )
+        pe.plan(balanced=True)
 
     def match() -> None:
         pe.kernels.match.match(
-            *(pe.counts, pe.plan, pe.rail_gpus, proxy, slot),
+            *(pe.counts, tables, pe.rail_gpus, proxy, slot),
             me=pe.pe,
             shape=S,
             block=tiles.match,
@@ -208,7 +200,7 @@ def _moving(sizes: Sizes) -> list[Case]:
     ids = [t.to(sizes.device) for t in routing.topk_idx]
     pe, call, handle = _after_dispatch(world, ids)
     this, after = (*pe.config.rounds("joint"), None)[:2]
-    tokens = pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
+    moves = Moves(pe, call, handle, pe.plan(balanced=True))
     record_bytes, row_bytes = call.fmt.RECORD_WORDS * 4, call.fmt.META * 4
     d, s = ((pe.node + sign * this.wave) % pe.config.topo.nodes for sign in (1, -1))
     own = int(handle.num_records[d])
@@ -218,20 +210,20 @@ def _moving(sizes: Sizes) -> list[Case]:
     return [
         Case(
             "pack",
-            lambda: _pack(pe, call, handle, tokens, this),
+            lambda: moves.pack(this),
             own * (call.fmt.IDS * 4 + record_bytes),
             programs,
         ),
         _put_case("put", pe, call, handle),
         Case(
             "unpack",
-            lambda: _unpack(pe, call, handle, this, after),
+            lambda: moves.unpack(this, after),
             into * record_bytes + rows * row_bytes,
             programs,
         ),
         Case(
             "finish",
-            lambda: _finish(pe, call, handle),
+            lambda: finish(pe, call, handle),
             2 * handle.num_rows * call.fmt.IDS * 4,
             programs,
         ),

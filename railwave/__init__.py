@@ -10,6 +10,7 @@ import logging as _logging
 from railwave._version import __version__ as __version__
 from railwave.communicator import Communicator as Communicator
 from railwave.cost_table import CostTable as CostTable
+from railwave.default import check as check
 from railwave.default import combine as combine
 from railwave.default import dispatch as dispatch
 from railwave.default import finalize as finalize
@@ -17,10 +18,12 @@ from railwave.default import init as init
 from railwave.default import reset as reset
 from railwave.errors import PeerError as PeerError
 from railwave.errors import PeerTimeoutError as PeerTimeoutError
+from railwave.errors import ReceiveOverflowError as ReceiveOverflowError
 from railwave.handle import Handle as Handle
 from railwave.handle import Received as Received
 from railwave.memory import eplb_bytes as eplb_bytes
 from railwave.memory import paper_workspace_bytes as paper_workspace_bytes
+from railwave.memory import workspace as workspace
 from railwave.memory import workspace_bytes as workspace_bytes
 from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
@@ -35,9 +38,11 @@ __all__ = [
     "PeerError",
     "PeerTimeoutError",
     "Plan",
+    "ReceiveOverflowError",
     "Received",
     "Topology",
     "__version__",
+    "check",
     "combine",
     "dispatch",
     "eplb_bytes",
@@ -46,6 +51,7 @@ __all__ = [
     "paper_workspace_bytes",
     "plan",
     "reset",
+    "workspace",
     "workspace_bytes",
 ]
 

@@ -30,8 +30,9 @@ def check_dispatch(
     topk_idxs: Sequence[torch.Tensor],
     topk_weights: Sequence[torch.Tensor],
     path: str,
+    **form: Any,
 ) -> list[Call]:
-    """Check all ranks' arguments to a dispatch and make them calls.
+    """Check all ranks' arguments to a dispatch and make them calls; `form` as of `check_call`.
 
     Raises:
         TypeError, ValueError: see `LocalWorld.dispatch`.
@@ -41,7 +42,7 @@ def check_dispatch(
         _check_list(values, name, config.topo.num_ranks)
     calls = []
     for rank, (x, topk_idx, weights) in enumerate(zip(xs, topk_idxs, topk_weights, strict=True)):
-        calls.append(check_call(config, x, topk_idx, weights, path, where=f"[{rank}]"))
+        calls.append(check_call(config, x, topk_idx, weights, path, **form, where=f"[{rank}]"))
     for rank, call in enumerate(calls):
         _check_same("xs", "dtype", rank, call.x.dtype, calls[0].x.dtype)
         _check_same("xs", "hidden size", rank, call.x.shape[1], calls[0].x.shape[1])
@@ -56,9 +57,26 @@ def check_call(
     topk_weights: torch.Tensor,
     path: str,
     *,
+    static_shapes: bool = False,
+    out: str = "copy",
+    check_ids: bool = True,
     where: str = "",
 ) -> Call:
-    """Check one rank's arguments; `where` follows their names in messages."""
+    """Check one rank's arguments.
+
+    Args:
+        check_ids: look at topk_idx, for which the host waits for the device.
+        where: follows the arguments' names in messages.
+    """
+    if not isinstance(static_shapes, bool):
+        raise TypeError(f"static_shapes must be True or False, got {static_shapes!r}")
+    if out not in ("copy", "view"):
+        raise ValueError(f"out must be 'copy' or 'view', got {out!r}")
+    if static_shapes and path == "auto":
+        raise ValueError(
+            "path must be named where static_shapes is True, got 'auto', which decides by what "
+            "ranks send: dispatch once without static shapes and take handle.path"
+        )
     if not isinstance(path, str) or path not in config.accepted_paths:
         hint = "; auto needs a cost_table" if path == "auto" else ""
         raise ValueError(
@@ -94,17 +112,23 @@ def check_call(
             f"{weights_name} must have the shape of {idx_name}, {tuple(topk_idx.shape)}, got "
             f"{tuple(topk_weights.shape)}"
         )
+    if check_ids:
+        _check_ids(config, topk_idx, idx_name)
+    fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
+    agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k} {static_shapes}"
+    status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
+    tensors = plain(x), plain(topk_idx), plain(topk_weights).float()
+    return Call(*tensors, path, fmt, status, static_shapes, out == "view")
+
+
+def _check_ids(config: Config, topk_idx: torch.Tensor, name: str) -> None:
     bad = ((topk_idx < -1) | (topk_idx >= config.num_experts)).any(dim=1).nonzero()
     if len(bad):
         row = int(bad[0])
         raise ValueError(
-            f"{idx_name} must hold expert ids in [0, {config.num_experts}) or -1 for none, got "
+            f"{name} must hold expert ids in [0, {config.num_experts}) or -1 for none, got "
             f"{topk_idx[row].tolist()} in row {row}"
         )
-    fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
-    agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k}"
-    status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
-    return Call(plain(x), plain(topk_idx), plain(topk_weights).float(), path, fmt, status)
 
 
 def check_combine(

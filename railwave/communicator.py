@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from railwave._version import __version__
 from railwave.arguments import check_call, check_handle, check_out, plain
 from railwave.config import PATHS, WAVES, Config, fitting
 from railwave.cost_table import CostTable, table_for
-from railwave.errors import PeerError
+from railwave.errors import PeerError, ReceiveOverflowError
 from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
 from railwave.handle import Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
@@ -71,6 +72,9 @@ class Communicator:
         staging_records: int | None = None,
         paths: Sequence[str] = PATHS,
         cost_table: CostTable | str | os.PathLike | None = None,
+        max_recv_rows: int | None = None,
+        num_sms: int | None = None,
+        pipeline: bool = True,
         group: dist.ProcessGroup | None = None,
         deadline_s: float | None = None,
         device: torch.device | str | None = None,
@@ -78,6 +82,9 @@ class Communicator:
     ) -> None:
         self._group, self._broken, self._closed = group, False, False
         self._finished = 0  # the number of the last phase that came to its end
+        self._captured = False  # so that a graph may have run phases that the host has not seen
+        self._failed_calls: list[range] = []  # of static shapes, by number: their handles hold junk
+        self._stream: torch.cuda.Stream | None = None  # of the last call
         wrong: Exception | None = None
         try:
             self.deadline_s = _checked_deadline(deadline_s)
@@ -91,6 +98,9 @@ class Communicator:
                 expert_to_rank=expert_to_rank,
                 staging_records=staging_records,
                 paths=paths,
+                max_recv_rows=max_recv_rows,
+                num_sms=num_sms,
+                pipeline=pipeline,
                 device=_default_device() if device is None else device,
             )
             self._wire = _checked_wire(wire, self.config.device)
@@ -109,7 +119,10 @@ class Communicator:
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
                 self._meeting = Meeting(self._exchange, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
+                # What a call with static shapes leaves in the state, for the host to see.
+                self._mirror = self._exchange.state.cpu()
                 if self._on_gpu:
+                    self._mirror = self._mirror.pin_memory()
                     self._meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
             except BaseException:
@@ -189,7 +202,8 @@ class Communicator:
             raise wrong
         own = {} if wrong else {"version": __version__, "deadline_s": repr(self.deadline_s)}
         names = ("topo", "num_experts", "top_k", "hidden", "max_tokens_per_rank", "dtype")
-        for name in (*names, "expert_to_rank", "staging_records", "paths") if own else ():
+        names += ("expert_to_rank", "staging_records", "paths", "max_recv_rows", "num_sms")
+        for name in (*names, "pipeline") if own else ():
             own[name] = repr(getattr(self.config, name))
         if own:
             own |= {"device": self.config.device.type, "wire": repr(self._wire)}
@@ -215,6 +229,9 @@ class Communicator:
         topk_weights: torch.Tensor,
         *,
         path: str = "joint",
+        static_shapes: bool = False,
+        out: str = "copy",
+        stream: torch.cuda.Stream | None = None,
     ) -> Received:
         """Send this rank's tokens to the ranks of their experts.
 
@@ -225,6 +242,14 @@ class Communicator:
             topk_weights: (T, K) floating point; carried as float32.
             path: native, rail, permutation, joint, or auto: as the cost table says for this
                 traffic (`handle.path`, `handle.decision`). All give the same bytes.
+            static_shapes: give max_recv_rows rows, whatever came, and wait for nothing on a GPU: so
+                this call and its combine can be captured in a CUDA graph. What is wrong with a call
+                of any rank, the GPU finds: the next call raises it, or `check`.
+            out: copy, or view: x of the result is the region that rows arrive in, valid until this
+                rank's next dispatch or combine. `combine` copies nothing of it if it is given that
+                view, with results in the place of the rows.
+            stream: run there, after what the current stream holds by now; let the caller's stream
+                wait for it before the result is used. None: on the current stream.
 
         Returns:
             A `Received`: a row per (token, this rank), ordered by (source rank, token).
@@ -233,31 +258,46 @@ class Communicator:
             TypeError, ValueError: an argument breaks a rule. Nothing has moved; the next call
                 works.
             PeerError: another rank's argument breaks a rule, or the ranks' calls differ; likewise.
+            ReceiveOverflowError: a rank would receive more than max_recv_rows rows; likewise, on
+                every rank.
             PeerTimeoutError: another rank did not come in time; `reset` before going on.
+            RuntimeError: a CUDA graph is being captured, without static shapes or for the first
+                time.
         """
         self._check_usable()
-        try:
-            call = check_call(self.config, x, topk_idx, topk_weights, path)
-            if self._on_gpu:
-                with self.config.on_device():
-                    self._rehearsal.dispatch(call)
-        except Exception as error:
-            return self._refuse("dispatch", error)
-        said = (
-            f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}, top-k "
-            f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}"
-        )
-        return self._run(dispatch(self._exchange, call), "dispatch", said)
+        with self._on(stream, x, topk_idx, topk_weights) as capturing:
+            decided_there = self._exchange.device_decides(static_shapes is True)
+            try:
+                _check_capture(capturing, decided_there)
+                form = {"static_shapes": static_shapes, "out": out, "check_ids": not decided_there}
+                call = check_call(self.config, x, topk_idx, topk_weights, path, **form)
+                if self._on_gpu:
+                    with self.config.on_device():
+                        self._rehearsal.dispatch(call, capturing=capturing)
+            except Exception as error:
+                if capturing:
+                    raise
+                return self._refuse("dispatch", error, decided_there)
+            said = (
+                f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}, top-k "
+                f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}, static_shapes {static_shapes}"
+            )
+            stages = dispatch(self._exchange, call)
+            return self._run(stages, "dispatch", said, decided_there=decided_there)
 
-    def combine(self, out: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def combine(
+        self, out: torch.Tensor, handle: Handle, *, stream: torch.cuda.Stream | None = None
+    ) -> torch.Tensor:
         """Sum the rows of each token that this rank dispatched, unweighted.
 
-        In fp32, rounded once per sending node for the wire and once at the end.
+        In fp32, rounded once per sending node for the wire and once at the end. Waits for nothing
+        if its dispatch had static shapes; then ranks do not compare their calls.
 
         Args:
             out: (rows, H) results for the rows of the `Received`, in their order; float32,
                 bfloat16 or float16, H free within what was declared.
             handle: of that dispatch; it may be used again.
+            stream: as of `dispatch`.
 
         Returns:
             (T, H) of the same dtype; zero for a token without an expert.
@@ -265,36 +305,141 @@ class Communicator:
         Raises: as `dispatch`, and nothing of a wrong call is returned on any rank.
         """
         self._check_usable()
-        try:
-            check_handle(handle, self._exchange, name="handle", received="received")
-            check_out(self.config, out, handle, name="out")
-            out = plain(out)
-            if self._on_gpu:
-                with self.config.on_device():
-                    self._rehearsal.combine(out, handle)
-        except Exception as error:
-            return self._refuse("combine", error)
-        agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]}"
-        status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
-        said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
-        stages = combine(self._exchange, out, handle, status=status)
-        return self._run(stages, "combine", said)
+        with self._on(stream, out) as capturing:
+            static_shapes = isinstance(handle, Handle) and handle.static_shapes
+            decided_there = self._exchange.device_decides(static_shapes)
+            try:
+                _check_capture(capturing, decided_there)
+                check_handle(handle, self._exchange, name="handle", received="received")
+                self._check_not_failed(handle)
+                check_out(self.config, out, handle, name="out")
+                out = plain(out)
+                if self._on_gpu:
+                    with self.config.on_device():
+                        self._rehearsal.combine(out, handle, capturing=capturing)
+            except Exception as error:
+                if capturing or decided_there:
+                    raise
+                return self._refuse("combine", error)
+            agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]}"
+            status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
+            said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
+            stages = combine(self._exchange, out, handle, status=status)
+            return self._run(stages, "combine", said, decided_there=decided_there)
 
-    def _refuse(self, verb: str, wrong: Exception) -> Any:
+    def check(self) -> None:
+        """Wait for this rank's GPU; raise what went wrong in calls with static shapes.
+
+        Not collective. The next call raises the same once the GPU has come so far. `reset` on all
+        ranks before going on.
+
+        Raises:
+            PeerError: a rank's call was wrong, or calls differed.
+            ReceiveOverflowError: a rank would have received more than max_recv_rows rows.
+            PeerTimeoutError: another rank did not come in time.
+        """
+        self._check_usable(look=False)
+        if not self._on_gpu:
+            return
+        with self.config.on_device():
+            torch.cuda.synchronize()
+            self._catch_up()
+            failure = self._exchange.failure()
+            if failure is None:
+                return
+            self._broken = True
+            first = int(self._exchange.state[self._exchange.kernels.wire.FAILED_EPOCH.value])
+            self._failed_calls.append(range(first, self._exchange.epoch + 1))
+            after = "call reset() on all ranks before going on"
+            if failure.word == "verdict":
+                error = self._exchange.overflow(failure)
+                raise ReceiveOverflowError(f"{error}; {after}", num_rows=error.num_rows)
+            if failure.word == "call":
+                wrong = _wrong_call(failure.pe, failure.seen)
+                raise PeerError(f"nothing moved in call {first}: {wrong}; {after}")
+            late = [(failure.word, failure.pe, failure.expected)]
+            self._meeting.give_up("a call with static shapes", late, self.deadline_s)
+
+    def _catch_up(self) -> None:
+        """See what number the device is at: graphs run phases without the host."""
+        if self._on_gpu:
+            state = self._exchange.state
+            self._exchange.epoch = int(state[self._exchange.kernels.wire.EPOCH.value])
+
+    def _check_not_failed(self, handle: Handle) -> None:
+        if any(handle.epoch in calls for calls in self._failed_calls):
+            raise ValueError(
+                f"handle must be of a dispatch that went well, got call {handle.epoch}"
+            )
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[bool]:
+        """Run a call on a stream, after the call before it; say whether a graph is captured."""
+        if not self._on_gpu:
+            if stream is not None:
+                raise ValueError(f"stream must be None on a CPU, got {stream!r}")
+            yield False
+            return
+        caller = torch.cuda.current_stream(self.config.device)
+        if stream is None:
+            stream = caller
+        else:
+            stream.wait_stream(caller)
+            for tensor in inputs:
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            capturing = torch.cuda.is_current_stream_capturing()
+            if not capturing:
+                if self._stream is not None and self._stream != stream:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
+            yield capturing
+
+    def _refuse(self, verb: str, wrong: Exception, decided_there: bool = False) -> Any:
         """Take part in a phase that this rank called wrongly: raise `wrong`, all others theirs."""
-        return self._run(refuse(self._exchange), verb, str(wrong), wrong)
+        stages = refuse(self._exchange)
+        return self._run(stages, verb, str(wrong), wrong, decided_there=decided_there)
 
-    def _run(self, stages: Stages, verb: str, said: str, wrong: Exception | None = None) -> Any:
+    def _run(
+        self,
+        stages: Stages,
+        verb: str,
+        said: str,
+        wrong: Exception | None = None,
+        *,
+        decided_there: bool = False,
+    ) -> Any:
         """Run a phase's stages; raise what any rank has to say of it, on every rank.
 
         Args:
             said: of this rank's call, for the others' errors.
             wrong: what is wrong with it.
+            decided_there: the device finds what is wrong, and the host does not wait to hear it.
         """
         with self.config.on_device():
-            return self._run_stages(stages, verb, said, wrong)
+            if decided_there and not wrong:
+                return self._launch_stages(stages)
+            if self._captured:
+                self._catch_up()
+            return self._run_stages(stages, verb, said, wrong, decided_there)
 
-    def _run_stages(self, stages: Stages, verb: str, said: str, wrong: Exception | None) -> Any:
+    def _launch_stages(self, stages: Stages) -> Any:
+        """Launch a phase whose end nobody waits for."""
+        self._broken = True  # until the end is reached
+        try:
+            while True:
+                next(stages)
+        except StopIteration as stop:
+            result = stop.value
+        self._mirror.copy_(self._exchange.state, non_blocking=True)
+        self._captured |= torch.cuda.is_current_stream_capturing()
+        self._end()
+        return result
+
+    def _run_stages(
+        self, stages: Stages, verb: str, said: str, wrong: Exception | None, decided_there: bool
+    ) -> Any:
         meeting = self._meeting
         self._broken = True  # until the end is reached
         try:
@@ -306,9 +451,14 @@ class Communicator:
         except StopIteration as stop:
             result = stop.value
         except CallsDiffer:
+            if decided_there and wrong:
+                raise wrong from None  # the others hear of it when they look, and then need a reset
             texts = meeting.exchange_texts(verb, f"{'wrong' if wrong else 'right'}: {said}")
             self._end()
             _raise_differ(verb, wrong, texts)
+        except ReceiveOverflowError:
+            self._end()
+            raise
         except BaseException:
             meeting.say_given_up()
             raise
@@ -339,8 +489,11 @@ class Communicator:
         self._check_open()
         self._broken = True  # its epoch is told: no phase may come in between
         with self.config.on_device():
+            self._catch_up()
+            self._finished = min(self._finished, self._exchange.epoch)
             epoch, finished = self._meeting.reset(finished=self._finished)
             self._exchange.start_at(epoch + 1)
+            self._mirror.copy_(self._exchange.state)
         self._broken, self._finished = False, finished
         return finished
 
@@ -354,8 +507,10 @@ class Communicator:
         if self._closed:
             raise RuntimeError("this communicator is closed")
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, *, look: bool = True) -> None:
         self._check_open()
+        if look and not self._broken and self._mirror[self._exchange.kernels.wire.FAILED.value]:
+            self.check()
         if self._broken:
             raise RuntimeError(
                 "a call of this communicator timed out or was interrupted: call reset() on all "
@@ -371,6 +526,23 @@ def _shortened(a: str, b: str) -> list[str]:
         text if len(text) <= 200 else f"...{text[start : first + 60]}... (from character {start})"
         for text in (a, b)
     ]
+
+
+def _check_capture(capturing: bool, decided_there: bool) -> None:
+    if capturing and not decided_there:
+        raise RuntimeError(
+            "a CUDA graph cannot hold a call that waits for the GPU: dispatch with "
+            "static_shapes=True, and combine with that dispatch's handle"
+        )
+
+
+def _wrong_call(rank: int, status: int) -> str:
+    """Say what the status of a rank's call says."""
+    if status == -1:
+        return f"rank {rank} called it wrongly"
+    if status < 0:
+        return f"topk_idx of rank {rank} holds ids that are neither an expert's nor -1"
+    return f"the call of rank {rank} differs in path, dtype, hidden size, top-k or static_shapes"
 
 
 def _raise_differ(verb: str, wrong: Exception | None, texts: list[str]) -> NoReturn:

@@ -143,6 +143,9 @@ class Config:
     device: torch.device | str = "cpu"  # after construction: a torch.device
     tiles: Tiles | None = None  # default: by device
     remote: bool = False  # some PEs are reached by NVSHMEM alone
+    max_recv_rows: int | None = None  # after construction: an int
+    num_sms: int | None = None  # the most programs of a launch; None: as the tiles say
+    pipeline: bool = True  # pack a round while the one before it is on the wire
     cost_table: Any = None  # a CostTable, which decides where path is "auto"
 
     def __post_init__(self) -> None:
@@ -174,6 +177,15 @@ class Config:
             staging = check_positive_int(self.staging_records, "staging_records")
             staging = max(1, min(staging, self.proxy_records))
         object.__setattr__(self, "staging_records", staging)
+        rows = self.max_rows
+        if self.max_recv_rows is not None:
+            rows = min(rows, check_positive_int(self.max_recv_rows, "max_recv_rows"))
+        object.__setattr__(self, "max_recv_rows", rows)
+        if not isinstance(self.pipeline, bool):
+            raise TypeError(f"pipeline must be True or False, got {self.pipeline!r}")
+        if self.num_sms is not None:
+            programs = min(self.tiles.programs, check_positive_int(self.num_sms, "num_sms"))
+            object.__setattr__(self, "tiles", replace(self.tiles, programs=programs))
         object.__setattr__(
             self, "tiles", self.tiles.clipped(staging, self.max_tokens_per_rank, self.topo.nodes)
         )
@@ -291,6 +303,7 @@ class Config:
             R=topo.rails_per_node,
             E=self.num_experts,
             T=self.max_tokens_per_rank,
+            N_P=pow2(topo.nodes),
             G_P=pow2(G),
             R_P=pow2(topo.rails_per_node),
             RAIL_GPUS=topo.max_gpus_per_rail,
@@ -299,6 +312,8 @@ class Config:
             RANK_EXPERTS=max(self.experts_per_rank),
             RANK_SIZE=self._rank_size,
             NOTIFY_WORDS=1 + topo.nodes + G + node_experts,
+            MAX_ROWS=self.max_recv_rows,
+            BOUNDED=self.max_recv_rows < self.max_rows,
             PROXY_RECORDS=P,
             MAX_STEPS=(topo.nodes - 1) * self.rounds_per_wave + 2,
             CHUNK=tiles.chunk,
@@ -324,6 +339,7 @@ class Config:
             **dict.fromkeys(("packed", "delivered"), G),
             **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),
             "arrived": topo.nodes * S.CHUNKS,
+            "verdict": topo.nodes,
         }
         return Layout.of(
             {
@@ -332,6 +348,6 @@ class Config:
                 "outbox": topo.nodes * S.NOTIFY_WORDS * 4,
                 "send": staging,
                 "recv": staging,
-                "rows": self.max_rows * widest.META * 4,
+                "rows": self.max_recv_rows * widest.META * 4,
             }
         )

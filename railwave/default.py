@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
@@ -40,15 +40,20 @@ def init(*args: object, **kwargs: object) -> Communicator:
 
 
 def dispatch(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, path: str = "joint"
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, **form: Any
 ) -> Received:
     """Send tokens to the ranks of their experts: `Communicator.dispatch` of the default one."""
-    return _current().dispatch(x, topk_idx, topk_weights, path=path)
+    return _current().dispatch(x, topk_idx, topk_weights, **form)
 
 
-def combine(out: torch.Tensor, handle: Handle) -> torch.Tensor:
+def combine(out: torch.Tensor, handle: Handle, **form: Any) -> torch.Tensor:
     """Sum every token's rows: `Communicator.combine` of the default one."""
-    return _current().combine(out, handle)
+    return _current().combine(out, handle, **form)
+
+
+def check() -> None:
+    """Raise what went wrong in calls with static shapes: `Communicator.check` of the default."""
+    _current().check()
 
 
 def reset() -> int:

@@ -20,3 +20,15 @@ class PeerTimeoutError(TimeoutError):
 
 class PeerError(RuntimeError):
     """Another rank's call was wrong, or calls differ; nothing moved. The message says whose."""
+
+
+class ReceiveOverflowError(RuntimeError):
+    """More rows would come to a rank than max_recv_rows: nothing moved, on any rank.
+
+    Attributes:
+        num_rows: the most rows that one rank would have received.
+    """
+
+    def __init__(self, message: str, *, num_rows: int = 0) -> None:
+        super().__init__(message)
+        self.num_rows = num_rows

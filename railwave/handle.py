@@ -20,12 +20,14 @@ class Handle:
 
     path: str  # native, rail, permutation or joint; its combine follows the same path
     num_tokens: int  # T of this rank's dispatch
-    num_rows: int  # rows that this rank received
+    num_rows: int  # rows of the `Received`: those that came, or with static shapes the most
+    row_words: int  # 32-bit words from one row to the next, where they arrived
+    received: torch.Tensor  # (1 + experts,) int32, rows that came, then slots of each local expert
     record_token: torch.Tensor  # (N, T_max) int32, token of each record, per destination node
     num_records: torch.Tensor  # (N,) int32, records to each node
     proxy: torch.Tensor  # (N, T_max) int32, local GPU that sent each record
     slot: torch.Tensor  # (N, T_max) int32, its place among what that GPU sent to the node
-    own_rows: torch.Tensor  # (T_max, ENTRIES) int32, entries of own-node record i: row * G + GPU
+    own_rows: torch.Tensor  # (T_max, ENTRIES) int32, each token's own-node rows: row * G + GPU
     in_rows: torch.Tensor  # (N, P, ENTRIES) int32, entries of the records that arrived here
     out_load: torch.Tensor  # (N, G) int32, records each PE of this node put to each node
     in_load: torch.Tensor  # (N, G) int32, records each PE of each node put to this node
@@ -33,6 +35,7 @@ class Handle:
     rail_records: torch.Tensor  # (N, R) int32, the same by the owners' rails
     exchange: object  # the PE that made it
     epoch: int  # the number of its dispatch among that PE's phases
+    static_shapes: bool = False  # shapes say nothing of what came; no call waits for the device
     decision: Decision | None = None  # where path was "auto": why this path
 
 
@@ -40,10 +43,15 @@ class Handle:
 class Received:
     """What one rank receives: a row per (token, rank), ordered by (source rank, token).
 
+    With static shapes there are max_recv_rows rows, of which the first `num_rows` came; what the
+    others hold is undefined.
+
     Attributes:
-        x: (rows, H), dtype as dispatched; the caller's own.
+        x: (rows, H), dtype as dispatched; the caller's own, or with out="view" the region that rows
+            arrive in: rows with a stride, valid until this rank's next dispatch or combine.
         topk_idx: (rows, K), dtype as dispatched; local expert ids, -1 for experts elsewhere.
         topk_weights: (rows, K) float32; 0 where topk_idx is -1.
+        num_rows: () int32 on the device, the rows that came.
         num_tokens_per_expert: (local experts,) int32; a repeated id counts each time.
         handle: what `combine` needs.
     """
@@ -51,6 +59,7 @@ class Received:
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+    num_rows: torch.Tensor
     num_tokens_per_expert: torch.Tensor
     handle: Handle
 
@@ -65,3 +74,5 @@ class Call:
     path: str  # or "auto"
     fmt: Format
     status: int  # what all ranks' calls must agree on, as a number; negative for a wrong call
+    static_shapes: bool = False
+    view: bool = False  # rows are handed out where they arrive

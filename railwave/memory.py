@@ -6,7 +6,6 @@ Letters: N nodes, G GPUs a node, T tokens a rank, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from railwave.topology import Topology
 RESERVED_CHANNELS = 1024  # the paper's C_max
 
 
-def workspace_bytes(
+def workspace(
     topo: Topology,
     *,
     num_experts: int,
@@ -31,23 +30,29 @@ def workspace_bytes(
     expert_to_rank: Any = None,
     staging_records: int | None = None,
     paths: Sequence[str] = PATHS,
-) -> int:
-    """Return the bytes that a GPU holds for a `Communicator` of these arguments.
+    max_recv_rows: int | None = None,
+) -> dict[str, int]:
+    """Return the bytes that a GPU holds for a `Communicator` of these arguments, by what for.
 
-    The symmetric heap, the tables, and combine's fp32 (T, H) sums. What calls return, and a handle,
-    are the caller's.
+    What calls return, and a handle, are the caller's.
+
+    Returns:
+        send, recv: staging on both ends of the rails; rows: where rows arrive, and where combine
+        reads them; sums: combine's fp32 (T, H); words: signals, messages and guards; tables.
 
     Raises:
         TypeError, ValueError: see `Communicator`.
 
     Example:
-        Wave paths need two buffers; native and rail one for all peers at once.
+        Staging does not grow with the number of nodes on wave paths; rows do, unless bounded.
 
-        >>> topo = Topology(4, 8, 8)
-        >>> sizes = dict(num_experts=128, top_k=8, hidden=7168, max_tokens_per_rank=4096)
-        >>> waves = workspace_bytes(topo, **sizes, paths=("permutation", "joint"))
-        >>> round(waves / 2**30, 2), round(workspace_bytes(topo, **sizes) / 2**30, 2)
-        (2.09, 2.2)
+        >>> sizes = dict(num_experts=256, top_k=8, hidden=7168, max_tokens_per_rank=50176)
+        >>> sizes |= dict(paths=("joint",), max_recv_rows=200_000)
+        >>> for nodes in (4, 16):
+        ...     held = workspace(Topology(nodes, 8, 8), **sizes)
+        ...     print({name: round(held[name] / 2**30, 2) for name in ("send", "recv", "rows")})
+        {'send': 0.22, 'recv': 0.22, 'rows': 2.68}
+        {'send': 0.22, 'recv': 0.22, 'rows': 2.68}
     """
     config = Config(
         topo=topo,
@@ -59,18 +64,39 @@ def workspace_bytes(
         expert_to_rank=expert_to_rank,
         staging_records=staging_records,
         paths=paths,
+        max_recv_rows=max_recv_rows,
         tiles=COMPILED,
     )
     heap: Any = SimpleNamespace(layout=config.layout)
     pe = Exchange(config, heap, 0, device=torch.device("meta"), deadline_s=1)
-    return config.layout.size + tables_bytes(pe) + config.max_tokens_per_rank * config.hidden * 4
+    large = {name: config.layout.regions[name].size for name in ("send", "recv", "rows")}
+    return {
+        **large,
+        "sums": config.max_tokens_per_rank * config.hidden * 4,
+        "words": config.layout.size - sum(large.values()),
+        "tables": tables_bytes(pe),
+    }
+
+
+def workspace_bytes(topo: Topology, **sizes: Any) -> int:
+    """Return the bytes that a GPU holds in all: the sum of `workspace`, whose arguments these are.
+
+    Example:
+        Wave paths need two buffers; native and rail one for all peers at once.
+
+        >>> topo = Topology(4, 8, 8)
+        >>> sizes = dict(num_experts=128, top_k=8, hidden=7168, max_tokens_per_rank=4096)
+        >>> waves = workspace_bytes(topo, **sizes, paths=("permutation", "joint"))
+        >>> round(waves / 2**30, 2), round(workspace_bytes(topo, **sizes) / 2**30, 2)
+        (2.09, 2.2)
+    """
+    return sum(workspace(topo, **sizes).values())
 
 
 def tables_bytes(exchange: Exchange) -> int:
     """Return the bytes of the tensors that a PE keeps beside its heap."""
-    plan = [getattr(exchange.plan, field.name) for field in fields(exchange.plan)]
     own = [value for value in vars(exchange).values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in (*plan, *own))
+    return sum(tensor.nbytes for tensor in own)
 
 
 def paper_workspace_bytes(

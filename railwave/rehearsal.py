@@ -61,30 +61,38 @@ class Rehearsal:
             self._run(refuse(self._exchange))
         torch.cuda.synchronize(device)
 
-    def dispatch(self, call: Call) -> Handle | None:
-        """Rehearse a kind of dispatch that has not been; return a handle, for a rehearsal."""
+    def dispatch(self, call: Call, *, capturing: bool = False) -> Handle | None:
+        """Rehearse a kind of dispatch that has not been; return a handle, for a rehearsal.
+
+        Raises:
+            RuntimeError: it has not been, and a graph is captured.
+        """
         if call.path == "auto":
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
         inputs = as_words(call.x), call.topk_idx, call.topk_weights
         in_rows = call.topk_idx.is_contiguous()
-        kind = call.path, call.fmt, call.topk_idx.dtype, in_rows, *(_aligned(t) for t in inputs)
+        kind = (call.path, call.fmt, call.topk_idx.dtype, in_rows, call.view)
+        kind += tuple(_aligned(t) for t in inputs)
         if kind in self._kinds:
             return None
+        _check_not_capturing(capturing)
         handle = self._run(dispatch(self._exchange, call)).handle
         self._kinds.add(kind)
         return handle
 
-    def combine(self, out: torch.Tensor, handle: Handle) -> None:
-        """Rehearse a kind of combine that has not been."""
+    def combine(self, out: torch.Tensor, handle: Handle, *, capturing: bool = False) -> None:
+        """Rehearse a kind of combine that has not been; raises as `dispatch`."""
         kind = (
             handle.path,
             out.dtype,
             out.shape[1],
             handle.own_rows.shape[1],
+            handle.static_shapes,
             _aligned(as_words(out)),
         )
         if kind not in self._kinds:
+            _check_not_capturing(capturing)
             self._run(combine(self._exchange, out, handle))
             self._kinds.add(kind)
 
@@ -95,6 +103,14 @@ class Rehearsal:
                     next(stages)
             except StopIteration as stop:
                 return stop.value
+
+
+def _check_not_capturing(capturing: bool) -> None:
+    if capturing:
+        raise RuntimeError(
+            "a call of a new kind cannot be captured in a CUDA graph, since its kernels must be "
+            "loaded first: make the same call once before"
+        )
 
 
 def _aligned(tensor: torch.Tensor) -> tuple[bool, bool]:

@@ -17,6 +17,7 @@ import torch
 from railwave.arguments import check_combine, check_dispatch
 from railwave.config import PATHS, Config
 from railwave.cost_table import CostTable, table_for
+from railwave.errors import ReceiveOverflowError
 from railwave.exchange import Exchange, Stages, Wait, Waits, combine, dispatch
 from railwave.handle import Handle, Received
 from railwave.heap import LocalHeap
@@ -51,6 +52,10 @@ class LocalWorld:
             (N - 1) slices, the others two buffers.
         cost_table: a `CostTable` or its file, made for this configuration; with it, dispatch takes
             path="auto".
+        max_recv_rows: the most rows that one rank receives at once: fewer need less memory, and
+            static shapes are as large. Default: all tokens of all ranks, which always fit.
+        num_sms: the most programs, and so multiprocessors of a GPU, that one launch may hold.
+        pipeline: pack a round while the one before it is on the wire; else in turn.
         order: which PE of those that can go on runs next; None goes round.
         device: cpu, where Triton interprets the kernels, or one GPU, which all ranks then share.
 
@@ -87,6 +92,9 @@ class LocalWorld:
         staging_records: int | None = None,
         paths: Sequence[str] = PATHS,
         cost_table: CostTable | str | os.PathLike | None = None,
+        max_recv_rows: int | None = None,
+        num_sms: int | None = None,
+        pipeline: bool = True,
         order: random.Random | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -100,6 +108,9 @@ class LocalWorld:
             expert_to_rank=expert_to_rank,
             staging_records=staging_records,
             paths=paths,
+            max_recv_rows=max_recv_rows,
+            num_sms=num_sms,
+            pipeline=pipeline,
             device=device,
         )
         if order is not None and not callable(getattr(order, "choice", None)):
@@ -126,6 +137,8 @@ class LocalWorld:
         topk_weights: Sequence[torch.Tensor],
         *,
         path: str = "joint",
+        static_shapes: bool = False,
+        out: str = "copy",
     ) -> list[Received]:
         """Send every token to the ranks of its experts.
 
@@ -136,14 +149,18 @@ class LocalWorld:
             topk_weights: per rank, (T, K) floating point; carried as float32.
             path: native, rail, permutation, joint, or auto: as the cost table says for this
                 traffic (`handle.path`, `handle.decision`). All give the same bytes.
+            static_shapes: give max_recv_rows rows, whatever came; see `Received`.
+            out: copy, or view: rows are not copied out of the region that they arrive in.
 
         Returns:
             Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token).
 
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
+            ReceiveOverflowError: a rank would receive more than max_recv_rows rows; likewise.
         """
-        calls = check_dispatch(self.config, xs, topk_idxs, topk_weights, path)
+        form = {"static_shapes": static_shapes, "out": out}
+        calls = check_dispatch(self.config, xs, topk_idxs, topk_weights, path, **form)
         return self._run(
             [dispatch(pe, call) for pe, call in zip(self._exchanges, calls, strict=True)]
         )
@@ -193,8 +210,10 @@ class LocalWorld:
         recorder = TrafficRecorder(self.config.topo)
         results: list[Any] = [None] * len(stages)
         waiting: dict[int, Waits] = {pe: list for pe in range(len(stages))}
+        refused: ReceiveOverflowError | None = None
         for exchange in self._exchanges:
             exchange.observer = recorder
+            exchange.put_words.zero_()
         while waiting:
             ready = [pe for pe in waiting if self._ready(pe, waiting[pe]())]
             if not ready:
@@ -205,9 +224,14 @@ class LocalWorld:
                 except StopIteration as stop:
                     results[pe] = stop.value
                     del waiting[pe]
+                except ReceiveOverflowError as error:  # every PE comes to it
+                    refused = error
+                    del waiting[pe]
         for exchange in self._exchanges:
             assert exchange.failure() is None, f"a kernel waited in vain: {exchange.failure()}"
         self._interrupted = False
+        if refused:
+            raise refused
         self.traffic = recorder.traffic([e.put_words for e in self._exchanges])
         return results
 

@@ -49,7 +49,7 @@ class Memory:
         self._states = []
         for pe in range(W):
             self.want.memory(pe).fill_(GUARD)
-            for word in WIRE.WORDS:
+            for word in WIRE.WORDS[:-1]:
                 self.words(pe, word).zero_()
 
     def off(self, name):
@@ -150,7 +150,7 @@ def failure(state):
     """Return the error record (word, PE, seen, expected), or None."""
     if not state[WIRE.FAILED.value]:
         return None
-    word, pe, seen, expected = state[WIRE.FAILED_WORD.value : WIRE.CLOCK_NS.value].tolist()
+    word, pe, seen, expected = state[WIRE.FAILED_WORD.value : WIRE.FAILED_EPOCH.value].tolist()
     return WIRE.WORDS[word], pe, seen, expected
 
 

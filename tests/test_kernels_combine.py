@@ -109,32 +109,69 @@ def round_block(memory, pe, name, this, hidden, dtype, *, start=0):
     return memory.view(pe, name, *shape, dtype=dtype, start=start)[..., :hidden]
 
 
+def granted(memory, me, load, wave):
+    """Set, in `want`, what granting the first round of a wave sets."""
+    config, G = memory.config, memory.config.shape.G
+    s = (me // G - wave) % config.shape.N
+    for g in config.topo.gpus_of_rail[config.topo.rail_of_gpu[me % G]]:
+        if load[s, g] > 0:
+            memory.words(s * G + g, "grant")[me] = mark(config, 1, epoch=7)
+
+
+def told(memory, me, counts):
+    """Set, in `want`, what telling these counts to all ranks sets."""
+    S, (node, local) = memory.config.shape, divmod(me, memory.config.shape.G)
+    for pe in {n * S.G + local for n in range(S.N)} | {node * S.G + g for g in range(S.G)}:
+        starts = memory.config.tables.expert_start
+        area = KERNELS.notify.notify_ref([counts], starts, node=pe // S.G, shape=S)
+        memory.view(pe, "messages", 2, S.N * S.G, S.NOTIFY_WORDS)[1, me] = area[0]
+        memory.words(pe, "notify")[me] = mark(memory.config, 0, epoch=7)
+
+
 @settings(max_examples=40)
-@given(clusters(), st.integers(0, 9), st.booleans(), st.data())
-def test_copy_in(cluster, num_rows, notified, data):
+@given(clusters(), st.integers(0, 9), st.integers(0, 3), st.none() | st.just(5), st.data())
+def test_copy_in(cluster, num_rows, more, status, data):
+    """There are `more` rows than came: they are not copied."""
     config, dtype, hidden, sizes, memory = cluster
-    me = data.draw(st.integers(0, config.topo.num_ranks - 1))
+    S, tables = config.shape, config.tables
+    me, waves = data.draw(st.integers(0, S.N * S.G - 1)), data.draw(st.integers(0, S.N - 1))
     row_words = row_bytes_of(hidden, dtype) // 4
     num_rows = min(num_rows, config.max_rows)
-    words = torch.randint(-(2**31), 2**31, (num_rows, row_words + 3)).int()
+    words = torch.randint(-(2**31), 2**31, (num_rows + more, row_words + 3)).int()
     words = words[:, : data.draw(st.integers(1, row_words))]
+    load = torch.randint(0, S.PROXY_RECORDS + 1, (S.N, S.G)).int()
+    counts = torch.randint(0, 99, (1 + S.N + S.N * S.G + S.E,)).int()
+    want_counts, words_off = counts.clone(), {}
+    for name, region in {"notify": "messages", "word": "notify", "outbox": "outbox"}.items():
+        words_off[f"{name}_off"] = memory.off(region)
     memory.start()
-    state = make_state(epoch=6, notifies=4, failed=1)
+    state = make_state(epoch=6, notifies=4)
     reduce.copy_in(
-        *(memory.bases, state, words),
-        **{"me": me, "rows_off": memory.off("rows"), "row_words": row_words},
-        notified=notified,
-        **{"shape": config.shape, "programs": sizes["programs"]},
+        *(memory.bases, state, words, torch.tensor([num_rows]).int(), load),
+        *(tables.rail_mates(me), counts, tables.expert_start),
+        **{f"{name}_off": memory.off(name) for name in ("rows", "rows_in", "grant")},
+        **{"me": me, "row_words": row_words, "most_rows": len(words), **words_off},
+        **{"grant_waves": waves, "status": status},
+        **{"shape": S, "programs": sizes["programs"]},
         **{"block_m": sizes["block_m"], "block_w": sizes["block_h"]},
     )
-    reduce.copy_in_ref(memory.view(me, "rows", config.max_rows, row_words), words)
+    reduce.copy_in_ref(memory.view(me, "rows", config.max_rows, row_words), words[:num_rows])
+    for pe in range(me // S.G * S.G, (me // S.G + 1) * S.G):
+        memory.words(pe, "rows_in")[me % S.G] = mark(config, 1, epoch=7)
+    for wave in range(1, waves + 1):
+        granted(memory, me, load, wave)
+    if status is not None:
+        want_counts[0] = status
+        told(memory, me, want_counts)
+        want_counts[-S.E :] = 0
     memory.check()
-    assert torch.equal(state, make_state(epoch=7, notifies=4 + notified, failed=1))
+    assert torch.equal(counts, want_counts)
+    assert torch.equal(state, make_state(epoch=7, notifies=4 + (status is not None)))
 
 
 @settings(max_examples=40)
-@given(clusters(), st.integers(0, 4), st.data())
-def test_own(cluster, num_records, data):
+@given(clusters(), st.integers(0, 4), st.booleans(), st.data())
+def test_own(cluster, num_tokens, tell, data):
     config, dtype, hidden, sizes, memory = cluster
     S = config.shape
     me = data.draw(st.integers(0, config.topo.num_ranks - 1))
@@ -143,18 +180,19 @@ def test_own(cluster, num_records, data):
     rows = fill_rows(memory, mates, hidden, dtype)
     memory.words(me, "rows_in")[:] = mark(config, 1)
     memory.start()
-    records = (torch.full((S.N,), 4).int(), pattern(S.N, S.T), pattern(S.T, config.top_k))
-    records[0][node] = num_records
-    records[1][node] = torch.randperm(4).int()
     own_rows = pattern(S.T, min(config.top_k, S.G))
-    own_rows[:num_records] = random_entries(config, num_records)
-    got, want = (pattern(4, hidden, dtype=torch.float32) for _ in range(2))
+    own_rows[:num_tokens] = random_entries(config, num_tokens)
+    own_rows[: num_tokens // 2] = -1  # tokens without a row on the node
+    got, want = (pattern(num_tokens, hidden, dtype=torch.float32) for _ in range(2))
     reduce.own(
-        *(got, memory.bases, memory.state(), *records[:2], own_rows),
-        **{"me": me, "rows_off": memory.off("rows"), "rows_in_off": memory.off("rows_in")},
+        *(got, memory.bases, memory.state(), own_rows),
+        **{f"{name}_off": memory.off(name) for name in ("rows", "rows_in", "rows_read")},
+        **{"me": me, "tell": tell},
         **{"row_bytes": row_bytes_of(hidden, dtype), "dtype": dtype, "shape": S, **sizes},
     )
-    reduce.own_ref(want, rows, *records[:2], own_rows, me=me, shape=S)
+    reduce.own_ref(want, rows, own_rows)
+    for pe in mates if tell else ():
+        memory.words(pe, "rows_read")[me % S.G] = mark(config, 1)
     memory.check()
     assert same_sums(got, want)
 
@@ -176,9 +214,8 @@ def test_rows_are_added_by_ascending_gpu_from_plus_zero(rows, total):
     sizes |= {"shape": S, "programs": 1, "block_m": 2, "block_h": 2}
     acc = pattern(1, 1, dtype=torch.float32)
     reduce.own(
-        *(acc, memory.bases, memory.state(), torch.tensor([1, 0]).int(), torch.zeros(2, 4).int()),
-        entries.expand(4, 3).contiguous(),
-        **{"rows_in_off": memory.off("rows_in"), **sizes},
+        *(acc, memory.bases, memory.state(), entries.expand(4, 3).contiguous()),
+        **{"rows_in_off": memory.off("rows_in"), "rows_read_off": 0, "tell": False, **sizes},
     )
     want = torch.tensor([[total]], dtype=torch.float32)
     assert same_bytes(acc, want)
@@ -286,13 +323,17 @@ def test_take(cluster, data):
     want = got.clone()
     records = (num_records, record_token, proxy, slot)
     where = {"me": me, "wave": this.wave + peer, "first": this.first, "shape": S}
+    tell = data.draw(st.booleans())
     combine.take(
         *(got, memory.bases, memory.state(), *records),
         **{"recv_off": memory.off("recv") + start, "returned_off": memory.off("returned")},
+        **{"rows_read_off": memory.off("rows_read"), "tell": tell},
         **{"round_records": this.records, "record_words": size // 4, "step": this.step},
         **{"wire_dtype": dtype, **where, **sizes},
     )
     combine.take_ref(want, recv, *records, **where)
+    for pe in mates if tell else ():
+        memory.words(pe, "rows_read")[me % S.G] = mark(config, 1)
     memory.check()
     assert same_sums(got, want)
 
@@ -369,9 +410,9 @@ def test_case_c5_rounding_errors_of_a_sum_do_not_grow():
     memory.start()
     acc = torch.zeros(1, 1)
     reduce.own(
-        *(acc, memory.bases, memory.state(), torch.tensor([1]).int(), torch.zeros(1, 4).int()),
-        torch.arange(8).int().expand(4, 8).contiguous(),
+        *(acc, memory.bases, memory.state(), torch.arange(8).int().expand(4, 8).contiguous()),
         **{"me": 0, "rows_off": memory.off("rows"), "rows_in_off": memory.off("rows_in")},
+        **{"rows_read_off": memory.off("rows_read"), "tell": False},
         **{"row_bytes": 16, "dtype": torch.bfloat16, "shape": config.shape},
         **{"programs": 1, "block_m": 2, "block_h": 2},
     )
@@ -443,7 +484,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     """A missing word at the start; then own, reduce, take and final leave all as it was."""
     config = make_config(2, 2, 2, dtype=torch.float32)
     memory, S = Memory(config), config.shape
-    for word in set(WIRE.WORDS) - {"rows_in"}:
+    for word in set(WIRE.WORDS) - {"rows_in", "call"}:
         memory.words(0, word)[:] = mark(config, 9)
     memory.words(0, "rows_in")[:] = torch.tensor([mark(config, 1), 5])
     memory.start()
@@ -452,9 +493,10 @@ def test_nothing_is_written_once_the_phase_has_failed():
     entries = random_entries(config, 4)
     sizes = {"shape": S, "programs": 2, "block_m": 2}
     rows = {"rows_off": memory.off("rows"), "row_bytes": 32, "dtype": torch.float32, "block_h": 8}
+    told = {"rows_read_off": memory.off("rows_read"), "tell": True}
     reduce.own(
-        *(acc, memory.bases, state, *tables, entries),
-        **{"me": 0, "rows_in_off": memory.off("rows_in"), **rows, **sizes},
+        *(acc, memory.bases, state, entries),
+        **{"me": 0, "rows_in_off": memory.off("rows_in"), **rows, **told, **sizes},
     )
     failed = failure(state)
     assert failed == ("rows_in", 1, 5, mark(config, 1))
@@ -468,7 +510,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     combine.take(
         *(acc, memory.bases, state, *tables, torch.zeros(2, 4).int(), tables[1]),
         **{"me": 0, "recv_off": memory.off("recv"), "returned_off": memory.off("returned")},
-        **{"step": 1, "block_h": 8, **wire, **sizes},
+        **{"step": 1, "block_h": 8, **told, **wire, **sizes},
     )
     combine.final(
         *(y.view(torch.float32), acc, memory.bases, state),

@@ -3,8 +3,8 @@
 Case D1. Four nodes of one GPU; every PE's heap is the same sparse one. Tables and regions are as
 large as declared, but only the pages of a few records are ever touched.
 
-Not here: products that need all records below them to be moved first (a chunk's start in `put`,
-`finish`, `copy_in`, `final`) or a grid of 2**31 records (`match`).
+Not here: products that need all records or tokens below them to be moved first (a chunk's start in
+`put`, `local`, `finish`, `copy_in`, `own`, `final`) or a grid of 2**31 records (`match`).
 
 Letters: N nodes, T tokens, P the most records of a proxy.
 """
@@ -46,7 +46,7 @@ def world():
 
 
 SEND, RECV = 2**20, 2**35 + 2**20  # byte offsets; words lie at 0, 1024, 2048, ...
-WORD = {name: 512 * i for i, name in enumerate(WIRE.WORDS)}
+WORD = {name: 512 * i for i, name in enumerate(WIRE.WORDS[: WIRE.CALL.value])}
 
 
 def set_words(world, value):
@@ -78,8 +78,10 @@ def test_case_d1_count(world):
     tables = world.config.tables
     KERNELS.count.count(
         *(torch.tensor([[0, 7], [7, 6]]), tables.expert_rank, tables.expert_pos),
-        *(counts, record_token, torch.empty(2, 4).int(), make_state()),
-        **{"status": 0, "shape": world.shape, "block_t": 2, "parts": 1},
+        *(counts, record_token, torch.empty(2, 4).int(), world.bases, make_state()),
+        tables.expert_start,
+        **{"status": 0, "shape": world.shape, "block_t": 2, "parts": 1, "tell": False},
+        **{"me": 0, "notify_off": 0, "word_off": 0, "outbox_off": 0},
     )
     assert counts[1:5].tolist() == [1, 0, 0, 2]
     assert record_token[3, :2].tolist() == [0, 1]
@@ -93,7 +95,7 @@ def test_case_d1_pack(world):
     records = (counts, record_token, proxy, slot, row_index, far_tokens(token))
     pack.pack(
         *(world.bases, make_state(), *records),
-        **{"me": 0, "send_off": SEND, "wave": 3, "num_peers": 1},
+        **{"me": 0, "send_off": SEND, "packed_off": WORD["packed"], "wave": 3, "num_peers": 1},
         **{"first": 0, "round_records": P, "shape": world.shape, "fmt": FMT},
         **{"block_w": 4, **SIZES},
     )
@@ -104,15 +106,22 @@ def test_case_d1_pack(world):
 
 
 def test_case_d1_local(world):
-    token, row = T - 2, 2**29 + 3
-    counts, record_token, _, _ = one_record(3, token, 0)
-    row_index, row_start, own_rows = sparse(T, 4), torch.zeros(4, 1).int(), sparse(T, 1)
-    row_index[token] = torch.tensor([-1, -1, -1, 3])
+    """One token, whose row is far, for all tokens before a far one would have to be looked at."""
+    row = 2**29 + 3
+    row_index, row_start, own_rows = (
+        torch.full((1, 4), -1).int(),
+        torch.zeros(4, 1).int(),
+        sparse(1),
+    )
+    row_index[0, 3] = 3
     row_start[3] = row - 3
+    tokens = pack.Tokens(
+        torch.tensor([[1, 2, 3, 4]]).int(), torch.tensor([[5, 6]]), torch.ones(1, 2)
+    )
     pack.local(
-        *(own_rows, world.bases, make_state(), counts, record_token, row_index, row_start),
-        far_tokens(token),
-        **{"me": 3, "rows_off": SEND, "packed_off": WORD["packed"], "tell_packed": False},
+        *(own_rows, world.bases, make_state(), row_index, row_start, tokens),
+        **{"me": 3, "rows_off": SEND, "packed_off": WORD["packed"], "tell_packed": True},
+        **{"delivered_off": WORD["delivered"]},
         **{"shape": world.shape, "fmt": FMT, "block_w": 4, **SIZES},
     )
     assert own_rows[0].item() == row
@@ -154,7 +163,7 @@ def test_case_d1_unpack(world):
     unpack.unpack(
         *(in_rows, world.bases, make_state(), torch.full((4, 1), P).int()),
         *(torch.zeros(1).int(), row_start),
-        **{f"{name}_off": WORD[name] for name in ("arrived", "grant", "packed")},
+        **{f"{name}_off": WORD[name] for name in ("arrived", "grant", "packed", "delivered")},
         **{"me": 0, "recv_off": SEND, "rows_off": RECV, "wave": 1, "num_peers": PEERS},
         **{"first": first, "round_records": round_records, "step": 1, "next_round": None},
         **{"shape": world.shape, "fmt": FMT, "programs": 2, "block_m": 2, "block_w": 4},
@@ -178,13 +187,15 @@ def test_case_d1_own_and_take(world):
     world.region(SEND, T, ROW_BYTES // 4, dtype=torch.float32)[row, :HIDDEN] = SUM
     set_words(world, mark(world.config, 1))
     sizes = {"shape": world.shape, "block_h": 4, **SIZES}
+    read = {"rows_read_off": WORD["rows_read"], "tell": False}
+    own = torch.empty(1, HIDDEN)
     reduce.own(
-        *(acc, world.bases, make_state(), num_records, record_token),
-        torch.full((1, 1), row).int(),
+        *(own, world.bases, make_state(), torch.full((1, 1), row).int()),
         **{"me": 3, "rows_off": SEND, "row_bytes": ROW_BYTES, "rows_in_off": WORD["rows_in"]},
-        **{"dtype": torch.float32, **sizes},
+        **{"dtype": torch.float32, **read, **sizes},
     )
-    assert torch.equal(acc[token], SUM)
+    assert torch.equal(own[0], SUM)
+    acc[token] = SUM
 
     words = FMT.RECORD_WORDS
     returned = world.region(RECV, LAST + 1, words, dtype=torch.float32)
@@ -193,6 +204,7 @@ def test_case_d1_own_and_take(world):
         *(acc, world.bases, make_state(), num_records, record_token, proxy, slot),
         **{"me": 0, "recv_off": RECV, "returned_off": WORD["returned"], "wave": 1, "first": 0},
         **{"round_records": P, "record_words": words, "step": 1, "wire_dtype": torch.float32},
+        **read,
         **sizes,
     )
     assert torch.equal(acc[token], 11 * SUM)

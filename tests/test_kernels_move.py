@@ -138,8 +138,8 @@ def node_batch(config, fmt, num_tokens):
 
 
 @settings(max_examples=40)
-@given(clusters(), st.integers(0, 4), st.data())
-def test_pack(cluster, num_tokens, data):
+@given(clusters(), st.integers(0, 4), st.integers(0, 2), st.data())
+def test_pack(cluster, num_tokens, wait_step, data):
     config, fmt, sizes, memory = cluster
     S, this = config.shape, draw_round(data, config)
     node = data.draw(st.integers(0, S.N - 1))
@@ -147,6 +147,8 @@ def test_pack(cluster, num_tokens, data):
     ranks = node_batch(config, fmt, num_tokens)
     tables = deal(config, [rank.counts for rank in ranks], node)
     start = this.buffer * fmt.RECORD_WORDS * 4
+    for pe in mates:
+        memory.words(pe, "packed")[:] = mark(config, wait_step)
     memory.start()
     send = [
         memory.view(pe, "send", this.num_peers, this.records, fmt.RECORD_WORDS, start=start)
@@ -158,6 +160,8 @@ def test_pack(cluster, num_tokens, data):
         pack.pack(
             *(memory.bases, memory.state(), *records),
             send_off=memory.off("send") + start,
+            packed_off=memory.off("packed"),
+            wait_step=wait_step,
             num_peers=this.num_peers,
             round_records=this.records,
             shape=S,
@@ -183,7 +187,7 @@ def test_pack_example():
     pack.pack(
         *(memory.bases, state, counts, record_token, torch.ones(2, 4).int()),
         *(torch.arange(4).int().repeat(2, 1), row_index, tokens),
-        **{"me": 0, "send_off": memory.off("send")},
+        **{"me": 0, "send_off": memory.off("send"), "packed_off": memory.off("packed")},
         **{"wave": 1, "num_peers": 1, "first": 2, "round_records": 2},
         **{"shape": S, "fmt": fmt, "programs": 1, "block_m": 4, "block_w": 4},
     )
@@ -210,17 +214,15 @@ def test_entries_example():
 def run_local_once(config, fmt, rows):
     """Run `local` for rank 0, whose token t has the rows given on node 0; return own_rows."""
     S, memory = config.shape, Memory(config)
-    counts, record_token = pattern(1 + S.N + S.N * S.G + S.E), pattern(S.N, S.T)
-    counts[1] = len(rows)
-    record_token[0, : len(rows)] = torch.arange(len(rows))
     row_index = pattern(S.T, S.N * S.G)
     row_index[: len(rows), : S.G] = rows.int()
     row_start, own_rows = torch.zeros(S.N * S.G, S.G).int(), pattern(S.T, fmt.ENTRIES)
     memory.start()
     pack.local(
-        *(own_rows, memory.bases, memory.state(), counts, record_token, row_index, row_start),
+        *(own_rows, memory.bases, memory.state(), row_index, row_start),
         make_tokens(config, fmt, len(rows)),
         **{"me": 0, "rows_off": memory.off("rows"), "packed_off": memory.off("packed")},
+        **{"delivered_off": memory.off("delivered")},
         **{"tell_packed": False, "shape": S, "fmt": fmt},
         **{"programs": 1, "block_m": 2, "block_w": 4},
     )
@@ -242,26 +244,26 @@ def test_local(cluster, num_tokens, tell_packed, data):
     own_rows, want_own_rows = pattern(S.T, fmt.ENTRIES), pattern(S.T, fmt.ENTRIES)
     memory.start()
     rows = [memory.view(pe, "rows", config.max_rows, fmt.META) for pe in mates]
-    records = (rank.counts, rank.record_token, rank.row_index, row_start, rank.tokens)
+    records = (rank.row_index, row_start, rank.tokens)
     pack.local(
         *(own_rows, memory.bases, memory.state(), *records),
         me=me,
         rows_off=memory.off("rows"),
         packed_off=memory.off("packed"),
+        delivered_off=memory.off("delivered"),
         tell_packed=tell_packed,
         shape=S,
         fmt=fmt,
         **sizes,
     )
     pack.local_ref(want_own_rows, rows, *records, me=me, shape=S, fmt=fmt)
-    if tell_packed:
-        for pe in mates:
-            memory.words(pe, "packed")[me % S.G] = mark(config, 1)
+    for pe in mates:
+        memory.words(pe, "packed" if tell_packed else "delivered")[me % S.G] = mark(config, 1)
     memory.check()
     assert torch.equal(own_rows, want_own_rows)
 
 
-# put and tell
+# put
 
 
 def run_put(memory, state, put_words, send_load, *, me, this, record_words, sizes, **options):
@@ -350,27 +352,6 @@ def granted(memory, me, load, wave, first, step):
             memory.words(s * G + g, "grant")[me] = mark(config, step)
 
 
-@settings(max_examples=40)
-@given(clusters(), st.data())
-def test_tell_and_first_grants(cluster, data):
-    config, _, _, memory = cluster
-    S = config.shape
-    me, waves = data.draw(st.integers(0, S.N * S.G - 1)), data.draw(st.integers(0, S.N - 1))
-    word = data.draw(st.sampled_from(["delivered", "rows_in", "rows_read"]))
-    load = random_load(config)
-    memory.start()
-    WIRE.tell(
-        *(memory.bases, memory.state(), load, config.tables.rail_mates(me)),
-        **{"me": me, "word_off": memory.off(word), "grant_off": memory.off("grant")},
-        **{"grant_waves": waves, "shape": S},
-    )
-    for pe in range(me // S.G * S.G, (me // S.G + 1) * S.G):
-        memory.words(pe, word)[me % S.G] = mark(config, 1)
-    for wave in range(1, waves + 1):
-        granted(memory, me, load, wave, 0, 1)
-    memory.check()
-
-
 # unpack and finish
 
 
@@ -402,6 +383,7 @@ def run_unpack(memory, state, in_rows, load, row_start, *, me, this, fmt, sizes,
     unpack.unpack(
         *(in_rows, memory.bases, state, load, config.tables.rail_mates(me), row_start),
         **{f"{name}_off": memory.off(name) for name in ("rows", "arrived", "grant", "packed")},
+        delivered_off=memory.off("delivered"),
         me=me,
         recv_off=memory.off("recv") + start,
         wave=this.wave,
@@ -450,6 +432,8 @@ def test_unpack(cluster, has_next, data):
         for pe in mates:
             memory.words(pe, "packed")[me % S.G] = mark(config, this.step + 1)
         granted(memory, me, load, *after, this.step + 1)
+    for pe in mates if not has_next else ():
+        memory.words(pe, "delivered")[me % S.G] = mark(config, 1)
     memory.check()
     assert torch.equal(in_rows, want_in_rows)
 
@@ -471,13 +455,19 @@ def test_unpack_example():
         **{"me": 0, "this": this, "fmt": fmt, "sizes": {"programs": 2, "block_m": 2, "block_w": 8}},
     )
     memory.view(0, "rows", config.max_rows, fmt.META)[14] = torch.arange(fmt.META)
+    for pe in (0, 1):
+        memory.words(pe, "delivered")[0] = mark(config, 1)
     memory.check()
     assert in_rows[1, 0].tolist() == [28, -1]
 
 
 @settings(max_examples=40)
-@given(clusters(), st.integers(0, 9), st.sampled_from([torch.int32, torch.int64]), st.data())
-def test_finish(cluster, num_rows, ids, data):
+@given(
+    *(clusters(), st.integers(0, 9), st.integers(0, 3), st.booleans()),
+    *(st.sampled_from([torch.int32, torch.int64]), st.data()),
+)
+def test_finish(cluster, num_rows, more, copy, ids, data):
+    """There is room for `more` rows than came, which stay as they are."""
     config, fmt, sizes, memory = cluster
     S, tables = config.shape, config.tables
     me = data.draw(st.integers(0, S.N * S.G - 1))
@@ -489,23 +479,27 @@ def test_finish(cluster, num_rows, ids, data):
     memory.start()
     got, want = (
         (
-            pattern(num_rows, fmt.X_WORDS),
-            pattern(num_rows, fmt.K, dtype=ids),
-            pattern(num_rows, fmt.K, dtype=torch.float32),
+            pattern(num_rows + more, fmt.X_WORDS),
+            pattern(num_rows + more, fmt.K, dtype=ids),
+            pattern(num_rows + more, fmt.K, dtype=torch.float32),
         )
         for _ in range(2)
     )
     experts = (tables.expert_rank, tables.expert_pos, tables.expert_start)
     unpack.finish(
-        *(*got, memory.bases, memory.state(), *experts),
+        *(*got, memory.bases, memory.state(), torch.tensor([num_rows]).int(), *experts),
         me=me,
         rows_off=memory.off("rows"),
         delivered_off=memory.off("delivered"),
+        copy=copy,
         shape=S,
         fmt=fmt,
         **sizes,
     )
-    unpack.finish_ref(*want, rows, *experts, me=me, fmt=fmt)
+    came = [table[:num_rows] for table in want]
+    if not copy:
+        came[0] = pattern(num_rows, fmt.X_WORDS)
+    unpack.finish_ref(*came, rows, *experts, me=me, fmt=fmt)
     memory.check()
     for a, b in zip(got, want, strict=True):
         assert same_bytes(a, b)
@@ -599,19 +593,14 @@ def test_unpack_that_misses_a_chunk_grants_nothing():
 
 
 def test_nothing_is_written_once_the_phase_has_failed():
-    """A failed wait, then the rest of the phase: tell, pack, local, put, unpack and finish."""
+    """A failed wait, then the rest of the phase: pack, local, put, unpack and finish."""
     config, fmt, memory = small_cluster()
     S, tables = config.shape, config.tables
-    for word in WIRE.WORDS:
+    for word in WIRE.WORDS[: WIRE.CALL.value]:
         memory.words(0, word)[:] = mark(config, 9)
     memory.start()
     this = config.rounds("joint")[2]
     state, late = make_state(failed=1), make_state(failed=1)
-    WIRE.tell(
-        *(memory.bases, state, FULL, tables.rail_mates(0)),
-        **{"me": 0, "word_off": memory.off("delivered"), "grant_off": memory.off("grant")},
-        **{"grant_waves": 2, "shape": S},
-    )
     (rank, *_) = node_batch(config, fmt, 4)
     rank.counts[1 : 1 + S.N] = 4
     rank.record_token[:] = torch.arange(4)
@@ -620,16 +609,16 @@ def test_nothing_is_written_once_the_phase_has_failed():
         *(memory.bases, state, *records),
         *(torch.zeros(3, 4).int(), torch.arange(4).int().repeat(3, 1)),
         *(rank.row_index, rank.tokens),
-        **{"me": 0, "send_off": memory.off("send")},
+        **{"me": 0, "send_off": memory.off("send"), "packed_off": memory.off("packed")},
         **{"wave": 1, "num_peers": 1, "first": 0, "round_records": 2},
         **{"shape": S, "fmt": fmt, "programs": 1, "block_m": 4, "block_w": 4},
     )
     own_rows = pattern(S.T, fmt.ENTRIES)
     pack.local(
-        *(own_rows, memory.bases, state, *records, rank.row_index, torch.zeros(6, 2).int()),
+        *(own_rows, memory.bases, state, rank.row_index, torch.zeros(6, 2).int()),
         rank.tokens,
         **{"me": 0, "rows_off": memory.off("rows"), "packed_off": memory.off("packed")},
-        **{"tell_packed": True, "shape": S, "fmt": fmt},
+        **{"delivered_off": memory.off("delivered"), "tell_packed": True, "shape": S, "fmt": fmt},
         **{"programs": 1, "block_m": 4, "block_w": 4},
     )
     put_words = torch.zeros(3, dtype=torch.int64)
@@ -648,7 +637,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     )
     outs = (pattern(2, 2), pattern(2, 2), pattern(2, 2, dtype=torch.float32))
     unpack.finish(
-        *(*outs, memory.bases, state),
+        *(*outs, memory.bases, state, torch.tensor([2]).int()),
         *(tables.expert_rank, tables.expert_pos, tables.expert_start),
         **{"me": 0, "rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")},
         **{"shape": S, "fmt": fmt, "programs": 1, "block_m": 4, "block_w": 4},

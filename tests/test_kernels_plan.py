@@ -36,18 +36,23 @@ powers = st.sampled_from([1, 2, 4, 16, 64])
 
 
 def run_count(config, topk_idx, *, block_t=4, parts=2, status=0):
-    """Run `count` on poisoned outputs and check it; return counts, record_token, row_index."""
-    S, tables = config.shape, config.tables
+    """Run `count` on poisoned outputs and check it; return counts, record_token, row_index.
+
+    A phase that has failed tells nobody.
+    """
+    S, tables, memory = config.shape, config.tables, Memory(config)
+    memory.start()
     counts = pattern(1 + S.N + S.N * S.G + S.E)
     counts[-S.E :] = 0
     record_token, row_index = pattern(S.N, S.T), pattern(S.T, S.N * S.G)
     state = make_state(epoch=6, notifies=4, failed=1)
     count.count(
         *(topk_idx, tables.expert_rank, tables.expert_pos),
-        *(counts, record_token, row_index, state),
-        **{"status": status, "shape": S},
+        *(counts, record_token, row_index, memory.bases, state, tables.expert_start),
+        **{"status": status, "shape": S, "tell": False, **notify_args(memory, 0)},
         **{"block_t": block_t, "parts": parts},
     )
+    memory.check()
     want, maps = count.count_ref(topk_idx, tables.expert_rank, tables.expert_pos, shape=S)
     want[0] = status
     assert torch.equal(counts, want)
@@ -58,6 +63,12 @@ def run_count(config, topk_idx, *, block_t=4, parts=2, status=0):
     assert torch.equal(record_token, torch.where(token >= 0, token, PATTERN))
     assert torch.equal(state, make_state(epoch=7, notifies=5, failed=1))
     return counts, record_token, row_index
+
+
+def notify_args(memory, me):
+    """Return the arguments of a launcher that tells all ranks."""
+    where = {"notify_off": "messages", "word_off": "notify", "outbox_off": "outbox"}
+    return {"me": me, **{name: memory.off(region) for name, region in where.items()}}
 
 
 @st.composite
@@ -86,6 +97,39 @@ def routings(draw):
 @given(routings(), powers, st.integers(1, 9))
 def test_count(case, block_t, parts):
     run_count(*case, block_t=block_t, parts=parts)
+
+
+@settings(max_examples=20)
+@given(routings(), powers, st.integers(1, 9), st.booleans(), st.data())
+def test_the_last_program_of_count_tells_all_ranks(case, block_t, parts, wrong, data):
+    config, topk_idx = case
+    S, tables, memory = config.shape, config.tables, Memory(config)
+    me = data.draw(st.integers(0, S.N * S.G - 1))
+    wrong = wrong and len(topk_idx) > 0
+    if wrong:
+        topk_idx = topk_idx.clone()
+        row = data.draw(st.integers(0, len(topk_idx) - 1))
+        topk_idx[row, -1] = data.draw(st.sampled_from([-2, S.E, 2**31 - 1]))
+    counts = torch.zeros(1 + S.N + S.N * S.G + S.E, dtype=torch.int32)
+    maps, state = (pattern(S.N, S.T), pattern(S.T, S.N * S.G)), make_state(epoch=6, notifies=4)
+    memory.start()
+    count.count(
+        *(topk_idx, tables.expert_rank, tables.expert_pos, counts, *maps),
+        *(memory.bases, state, tables.expert_start),
+        **{"status": 5, "shape": S, "block_t": block_t, "parts": parts},
+        **notify_args(memory, me),
+    )
+    assert torch.equal(state, make_state(epoch=7, notifies=5))
+    sane = torch.where((topk_idx < S.E) & (topk_idx >= -1), topk_idx, -1)
+    told, _ = count.count_ref(sane, tables.expert_rank, tables.expert_pos, shape=S)
+    told[0] = count.WRONG_IDS.value if wrong else 5
+    assert not counts[-S.E :].any()  # for the next count
+    node, local = divmod(me, S.G)
+    for pe in {n * S.G + local for n in range(S.N)} | {node * S.G + g for g in range(S.G)}:
+        area = notify.notify_ref([told], tables.expert_start, node=pe // S.G, shape=S)
+        memory.view(pe, "messages", 2, S.N * S.G, S.NOTIFY_WORDS)[1, me] = area[0]
+        memory.words(pe, "notify")[me] = mark(config, 0, epoch=7)
+    memory.check()
 
 
 def test_count_example():
@@ -198,7 +242,8 @@ class Slices:
         self.config, self.node, self.records = config, node, records
         S = config.shape
         self.memory, self.state = Memory(config, shift=shift), make_state()
-        self.messages = torch.full((S.N * S.G, S.NOTIFY_WORDS), PATTERN, dtype=torch.int32)
+        self.messages = torch.zeros(S.N * S.G, S.NOTIFY_WORDS, dtype=torch.int32)
+        self.messages[:, 1 + S.N :] = torch.arange(S.NOTIFY_WORDS - 1 - S.N)
         for i in range(2 * S.N):
             s, d = self.ends(i)
             self.messages[s * S.G : (s + 1) * S.G, 1 + d] = records[i]
@@ -220,17 +265,21 @@ class Slices:
             table.fill_(PATTERN)
         quota.quota(
             *(self.memory.bases, self.state, tables.rail_of_gpu, tables.rail_gpus),
-            *(tables.eligible(self.node), out),
+            *(tables.eligible(self.node), tables.expert_start, out),
             me=self.node * S.G + local,
             notify_off=self.memory.off("messages"),
             word_off=self.memory.off("notify"),
+            verdict_off=self.memory.off("verdict"),
             balanced=balanced,
             block_i=4,
             shape=S,
         )
         assert failure(self.state) is None
-        for untouched in (out.row_start, out.received, out.status):
-            assert (untouched == PATTERN).all()
+        want = PlanTables.empty(S, DEVICE)
+        me = self.node * S.G + local
+        quota.arrivals_ref(self.messages, tables.expert_start, want, me=me, shape=S)
+        for name in ("row_start", "received", "num_records"):
+            assert torch.equal(getattr(out, name), getattr(want, name)), name
         return out
 
     def match(self, plan, local, *, block):
@@ -391,11 +440,12 @@ def test_a_missing_message_leaves_zeros_in_the_plan():
         table.fill_(PATTERN)
     where = {"me": 2, "notify_off": memory.off("messages"), "shape": S}
     quota.quota(
-        *(memory.bases, state, tables.rail_of_gpu, tables.rail_gpus, tables.eligible(1), out),
+        *(memory.bases, state, tables.rail_of_gpu, tables.rail_gpus, tables.eligible(1)),
+        *(tables.expert_start, out),
         **{"word_off": memory.off("notify"), "balanced": True, "block_i": 4, **where},
+        verdict_off=memory.off("verdict"),
     )
     assert failure(state) == ("notify", 4, mark(config, -1), mark(config, 0))
-    quota.arrivals(memory.bases, state, tables.expert_start, out, **where)
     for name, table in vars(out).items():
         assert not table.any(), name
     proxy, slot = slices.match(out, 0, block=8)
@@ -405,42 +455,78 @@ def test_a_missing_message_leaves_zeros_in_the_plan():
 
 
 def run_arrivals(config, messages, me, *, shift=0):
-    """Run `arrivals` on poisoned tables and check it."""
-    memory, S = Memory(config, shift=shift), config.shape
+    """Run `quota` on poisoned tables; check what it says of rows, to this PE and to all nodes."""
+    memory, S, state = Memory(config, shift=shift), config.shape, make_state(notifies=2)
     memory.view(me, "messages", 2, S.N * S.G, S.NOTIFY_WORDS)[0] = messages
+    memory.words(me, "notify")[:] = mark(config, 0)
     memory.start()
     got, want = (PlanTables.empty(S, DEVICE) for _ in range(2))
-    for plan in (got, want):
-        for table in vars(plan).values():
-            table.fill_(PATTERN)
-    quota.arrivals(
-        *(memory.bases, make_state(notifies=2), config.tables.expert_start, got),
-        me=me,
-        notify_off=memory.off("messages"),
-        shape=S,
+    for table in vars(got).values():
+        table.fill_(PATTERN)
+    tables = config.tables
+    quota.quota(
+        *(memory.bases, state, tables.rail_of_gpu, tables.rail_gpus),
+        *(tables.eligible(me // S.G), tables.expert_start, got),
+        **{"me": me, "notify_off": memory.off("messages"), "word_off": memory.off("notify")},
+        **{"verdict_off": memory.off("verdict"), "balanced": True, "block_i": 4, "shape": S},
     )
-    quota.arrivals_ref(messages, config.tables.expert_start, want, me=me, shape=S)
-    for name, table in vars(got).items():
-        assert torch.equal(table, getattr(want, name)), name
+    quota.arrivals_ref(messages, tables.expert_start, want, me=me, shape=S)
+    for name in ("row_start", "received", "num_records"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert state[WIRE.ROWS.value] == got.received[0]
+    statuses = messages[:, 0].tolist()
+    differ = [w for w, status in enumerate(statuses) if status != statuses[me] or status < 0]
+    if differ:
+        who = min([w for w in differ if statuses[w] < 0] or differ)
+        assert failure(state) == ("call", who, statuses[who], statuses[me])
+    elif S.BOUNDED:
+        most = messages[:, 1 + S.N :][:, : S.G].sum(dim=0).max()
+        for n in range(S.N):
+            memory.words(n * S.G + me % S.G, "verdict")[me // S.G] = 3 * 2**32 + most
+        assert failure(state) is None
     memory.check()
     return got
 
 
-@settings(max_examples=30)
-@given(seeds, st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), shifts, st.data())
-def test_arrivals(_, N, G, E, shift, data):
+@settings(max_examples=40)
+@given(
+    seeds,
+    *(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), shifts),
+    *(st.sampled_from([[7], [7], [7, 7, 8], [7, -1], [-1]]), st.booleans(), st.data()),
+)
+def test_arrivals(_, N, G, E, shift, statuses, bounded, data):
     to_rank = data.draw(st.lists(st.integers(0, N * G - 1), min_size=E, max_size=E))
-    config = make_config(N, G, 1, num_experts=E, expert_to_rank=to_rank)
+    rows = {"max_recv_rows": 1} if bounded else {}
+    config = make_config(N, G, 1, num_experts=E, expert_to_rank=to_rank, **rows)
     messages = torch.randint(0, 1000, (N * G, config.shape.NOTIFY_WORDS)).int()
+    messages[:, 1 : 1 + N] = torch.randint(0, config.shape.T + 1, (N * G, N)).int()
+    messages[:, 0] = torch.tensor([data.draw(st.sampled_from(statuses)) for _ in range(N * G)])
     run_arrivals(config, messages, data.draw(st.integers(0, N * G - 1)), shift=shift)
 
 
 def test_arrivals_example():
     config = make_config(3, 1, 1, num_experts=3)
-    messages = torch.tensor([[0, 9, 9, 9, rows, rows] for rows in (2, 0, 5)]).int()
+    messages = torch.tensor([[0, 4, 0, 1, rows, rows] for rows in (2, 0, 5)]).int()
     plan = run_arrivals(config, messages, me=1)
     assert plan.row_start[:, 0].tolist() == [0, 2, 2]
-    assert plan.received.tolist() == [7, 7]
+    assert plan.received.tolist() == [7, 7] and plan.num_records.tolist() == [4, 0, 1]
+
+
+@pytest.mark.parametrize("rows, fails", [([5, 0, 4], False), ([6, 5, 7], True), ([5, -1, 4], None)])
+def test_verdict(rows, fails):
+    """Three nodes say the most rows of their ranks, 5 fit; one may not say any yet."""
+    config = make_config(3, 2, 1, max_recv_rows=5)
+    memory, state = Memory(config), make_state()
+    for node, most in enumerate(rows):
+        memory.words(1, "verdict")[node] = 3 * 2**32 + most
+    memory.start()
+    KERNELS.verdict.verdict(
+        *(memory.bases, state), me=1, verdict_off=memory.off("verdict"), shape=config.shape
+    )
+    memory.check()
+    late = ("verdict", 3, 3 * 2**32 - 1, 3 * 2**32)
+    assert failure(state) == {False: None, True: ("verdict", 5, 7, 5), None: late}[fails]
+    assert state[WIRE.FAILED_EPOCH.value] == (0 if fails is False else 3)
 
 
 # describe

@@ -1,6 +1,6 @@
 """Combine: the results of a token's rows back to its owner, summed.
 
-copy in -> own, reduce -> (put, reduce, give back, take) a round -> end, final
+copy in -> own, reduce -> (put, reduce, give back, take) a round -> final
 """
 
 from __future__ import annotations
@@ -26,74 +26,89 @@ class _Sums:
     handle: Handle
     acc: torch.Tensor  # (T, H) float32
     dtype: torch.dtype  # of the rows, of the sums on the wire, and of the result
-    row_words: int  # 32-bit words from one row, or one sum, to the next
+    row_words: int  # 32-bit words from one row to the next
+    sum_words: int  # 32-bit words from one sum to the next, on the wire
 
 
 def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0) -> Stages:
     """Run one PE's combine; the generator's value is (T, H).
 
     A PE that does not see the others' arguments compares `status` with theirs before it reads any
-    rows; so of a wrong call only the handle's loads need to make sense.
+    rows; so of a wrong call only the handle's loads need to make sense. With static shapes nobody
+    compares.
     """
     pe.path = handle.path
     rounds = pe.config.rounds(handle.path)
-    acc = torch.zeros(handle.num_tokens, out.shape[1], dtype=torch.float32, device=pe.device)
+    acc = torch.empty(handle.num_tokens, out.shape[1], dtype=torch.float32, device=pe.device)
     words = as_words(out)
-    sums = _Sums(pe, handle, acc, out.dtype, padded(words.shape[1]))
-    pe.put_words.zero_()
-    _copy_in(sums, words)
-    pe.tell("rows_in", handle.out_load, grant_waves=rounds[0].num_peers if rounds else 0)
-    if pe.compare_calls:
-        yield from pe.compare_status(status)
+    sum_words = padded(words.shape[1])
+    sums = _Sums(pe, handle, acc, out.dtype, max(handle.row_words, sum_words), sum_words)
+    compares = pe.compare_calls and not pe.device_decides(handle.static_shapes)
+    _copy_in(sums, words, rounds, status=status if compares else None)
+    if compares:
+        yield from pe.hear_status()
     yield pe.all_wait("rows_in", 1)
 
-    _own(sums)
+    _own(sums, tell=not rounds)
     if rounds:
         _reduce(sums, rounds[0])
     for this, after in zip_longest(rounds, rounds[1:]):
         yield partial(pe.put_waits, handle.in_load, this, packed=False, grant=True)
+        if after and pe.beside:
+            with pe.beside_put():
+                _reduce(sums, after)
         pe.put(
             *(handle.in_load, this),
-            record_words=sums.row_words,
+            record_words=sums.sum_words,
             wait_packed=False,
             wait_grant=True,
             tell_taken=this.step > 1,
         )
-        if after:
+        if after and not pe.beside:
             _reduce(sums, after)
+        elif after:
+            pe.join()
         yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
         _give_back(sums, this, after)
         yield pe.all_wait("returned", this.step)
         for i in range(this.num_peers):
-            _take(sums, this, i)
-    pe.tell("rows_read", handle.out_load)
+            _take(sums, this, i, last=after is None and i == this.num_peers - 1)
     yield pe.all_wait("rows_read", 1)
     return _final(sums)
 
 
-def _copy_in(sums: _Sums, words: torch.Tensor) -> None:
-    pe = sums.pe
+def _copy_in(sums: _Sums, words: torch.Tensor, rounds: list[Round], *, status: int | None) -> None:
+    pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
+    tiles = pe.config.tiles
+    rows = pe.rows(0, 4, torch.int32, row_words=sums.row_words)
+    in_place = words.data_ptr() == rows.data_ptr() and words.stride(0) == rows.stride(0)
     pe.kernels.reduce.copy_in(
-        *(pe.heap.bases, pe.state, words),
-        me=pe.pe,
-        rows_off=pe.heap.layout["rows"],
+        *(pe.heap.bases, pe.state, words, handle.received, handle.out_load, pe.rail_mates),
+        *(pe.counts, pe.expert_start),
+        rows_off=layout["rows"],
+        rows_in_off=layout["rows_in"],
+        grant_off=layout["grant"],
         row_words=sums.row_words,
-        notified=pe.compare_calls,
-        block_w=pe.config.tiles.block_w(pe.config.tiles.block_m),
-        **pe.tiles(),
+        most_rows=0 if in_place else len(words),
+        grant_waves=rounds[0].num_peers if rounds else 0,
+        status=status,
+        **pe.notify_args(),
+        block_w=tiles.block_w(tiles.block_m),
+        **{k: v for k, v in pe.tiles().items() if k != "shape"},
     )
     pe.epoch += 1
 
 
-def _own(sums: _Sums) -> None:
-    pe, handle = sums.pe, sums.handle
+def _own(sums: _Sums, *, tell: bool) -> None:
+    pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.reduce.own(
-        *(sums.acc, pe.heap.bases, pe.state, handle.num_records, handle.record_token),
-        handle.own_rows,
+        *(sums.acc, pe.heap.bases, pe.state, handle.own_rows),
         me=pe.pe,
-        rows_off=pe.heap.layout["rows"],
+        rows_off=layout["rows"],
         row_bytes=sums.row_words * 4,
-        rows_in_off=pe.heap.layout["rows_in"],
+        rows_in_off=layout["rows_in"],
+        rows_read_off=layout["rows_read"],
+        tell=tell,
         dtype=sums.dtype,
         block_h=pe.config.tiles.block_h,
         **pe.tiles(),
@@ -106,8 +121,8 @@ def _reduce(sums: _Sums, this: Round) -> None:
         *(pe.heap.bases, pe.state, handle.in_rows, handle.in_load),
         rows_off=layout["rows"],
         row_bytes=sums.row_words * 4,
-        send_off=layout["send"] + this.buffer * sums.row_words * 4,
-        record_words=sums.row_words,
+        send_off=layout["send"] + this.buffer * sums.sum_words * 4,
+        record_words=sums.sum_words,
         hidden=sums.acc.shape[1],
         dtype=sums.dtype,
         wire_dtype=sums.dtype,
@@ -133,7 +148,7 @@ def _give_back(sums: _Sums, this: Round, after: Round | None) -> None:
     pe.saw_arrival(handle.out_load, this)
 
 
-def _take(sums: _Sums, this: Round, peer: int) -> None:
+def _take(sums: _Sums, this: Round, peer: int, *, last: bool) -> None:
     """Add what one peer of the round returned: in the order of the waves, one launch each."""
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     buffer = this.buffer + peer * this.records
@@ -141,12 +156,14 @@ def _take(sums: _Sums, this: Round, peer: int) -> None:
         *(sums.acc, pe.heap.bases, pe.state, handle.num_records, handle.record_token),
         *(handle.proxy, handle.slot),
         me=pe.pe,
-        recv_off=layout["recv"] + buffer * sums.row_words * 4,
+        recv_off=layout["recv"] + buffer * sums.sum_words * 4,
         returned_off=layout["returned"],
+        rows_read_off=layout["rows_read"],
+        tell=last,
         wave=this.wave + peer,
         first=this.first,
         round_records=this.records,
-        record_words=sums.row_words,
+        record_words=sums.sum_words,
         step=this.step,
         wire_dtype=sums.dtype,
         block_h=pe.config.tiles.block_h,

@@ -1,11 +1,11 @@
 """Dispatch: every token to the ranks of its experts.
 
-count -> notify -> forward -> plan, pack, local -> (put, pack, unpack) a round -> deliver, finish
+count -> forward -> (verdict) -> plan, pack, local -> (put, pack, unpack) a round -> finish
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -20,26 +20,17 @@ from railwave.sched import Decision
 
 
 def dispatch(pe: Exchange, call: Call) -> Stages:
-    """Run one PE's dispatch; the generator's value is its `Received`."""
-    S, layout, pe.path = pe.config.shape, pe.heap.layout, call.path
-    notified = {"me": pe.pe, "notify_off": layout["messages"], "shape": S}
-    notified_word = {"word_off": layout["notify"], **notified}
-    pe.put_words.zero_()
+    """Run one PE's dispatch; the generator's value is its `Received`.
+
+    Raises:
+        CallsDiffer, ReceiveOverflowError: on every rank, before a row is stored. With static shapes
+            on a GPU only the device knows.
+    """
+    pe.path = call.path
     record_token = _count(pe, call)
-    pe.kernels.notify.notify(
-        *(pe.heap.bases, pe.state, pe.counts, pe.expert_start),
-        outbox_off=layout["outbox"],
-        **notified_word,
-    )
     yield pe.rail_wait("notify", 0)
 
-    tiles = pe.config.tiles
-    pe.kernels.notify.forward(
-        *(pe.heap.bases, pe.state),
-        programs=tiles.programs,
-        block_n=tiles.block_n,
-        **notified_word,
-    )
+    pe.forward()
     yield pe.all_wait("notify", 0)
 
     decision = None
@@ -47,24 +38,27 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
         decision = _choose(pe, call)
         call = replace(call, path=decision.path)
     pe.path = call.path
+    plan = pe.plan(balanced=call.path in BALANCED)
+    host_hears = not pe.device_decides(call.static_shapes)
+    received = pe.check_plan() if host_hears else 0
+    if pe.config.shape.BOUNDED:
+        yield pe.verdict_wait()
+        pe.hear_verdict()
+        if host_hears:
+            pe.check_plan()
+    num_rows = pe.config.max_recv_rows if call.static_shapes else received
+    handle = _match(pe, call, record_token, plan, num_rows, decision)
+    moves = Moves(pe, call, handle, plan)
     rounds = pe.config.rounds(call.path)
-    pe.kernels.quota.quota(
-        *(pe.heap.bases, pe.state, pe.rail_of_gpu, pe.rail_gpus, pe.eligible, pe.plan),
-        balanced=call.path in BALANCED,
-        block_i=tiles.block_i,
-        warps=tiles.warps,
-        **notified_word,
-    )
-    pe.kernels.quota.arrivals(*(pe.heap.bases, pe.state, pe.expert_start, pe.plan), **notified)
-    pe.check_same_call(call.status)
-    handle = _match(pe, call, record_token, decision)
-    tokens = pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
     if rounds:
-        _pack(pe, call, handle, tokens, rounds[0])
-    _local(pe, call, handle, tokens, tell_packed=bool(rounds))
+        moves.pack(rounds[0])
+    moves.local(tell_packed=bool(rounds))
     for this, after in zip_longest(rounds, rounds[1:]):
         granted = this.step > 1  # a notify grants the first round
         yield partial(pe.put_waits, handle.out_load, this, packed=True, grant=granted)
+        if after and pe.beside:
+            with pe.beside_put():
+                moves.pack(after, wait_step=this.step)
         pe.put(
             *(handle.out_load, this),
             record_words=call.fmt.RECORD_WORDS,
@@ -72,24 +66,25 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
             wait_grant=granted,
             tell_taken=False,
         )
-        if after:
-            _pack(pe, call, handle, tokens, after)
+        if after and not pe.beside:
+            moves.pack(after)
+        elif after:
+            pe.join()
         yield partial(pe.arrived_waits, handle.in_load, this)
-        _unpack(pe, call, handle, this, after)
-    pe.tell("delivered", handle.in_load)
+        moves.unpack(this, after)
     yield pe.all_wait("delivered", 1)
-    return _finish(pe, call, handle)
+    return finish(pe, call, handle)
 
 
 def _count(pe: Exchange, call: Call) -> torch.Tensor:
-    """Number the call's records and rows; return record_token, (N, T_max) int32."""
+    """Number the call's records and rows and tell all ranks; return record_token, (N, T) int32."""
     S, tiles = pe.config.shape, pe.config.tiles
-    record_token = pe.ints(S.N, S.T)
+    record_token = pe.empty(S.N, S.T)
     pe.kernels.count.count(
-        *(call.topk_idx, pe.expert_rank, pe.expert_pos),
-        *(pe.counts, record_token, pe.row_index, pe.state),
+        *(call.topk_idx, pe.expert_rank, pe.expert_pos, pe.counts, record_token, pe.row_index),
+        *(pe.heap.bases, pe.state, pe.expert_start),
         status=call.status,
-        shape=S,
+        **pe.notify_args(),
         block_t=tiles.block_t,
         parts=tiles.parts,
     )
@@ -116,10 +111,15 @@ def _choose(pe: Exchange, call: Call) -> Decision:
 
 
 def _match(
-    pe: Exchange, call: Call, record_token: torch.Tensor, decision: Decision | None
+    pe: Exchange,
+    call: Call,
+    record_token: torch.Tensor,
+    plan: Any,
+    num_rows: int,
+    decision: Decision | None,
 ) -> Handle:
-    """Give every record its proxy and slot; copy what the handle must keep of the plan."""
-    S, plan = pe.config.shape, pe.plan
+    """Give every record its proxy and slot; keep what a combine needs of the plan."""
+    S = pe.config.shape
     proxy, slot = torch.empty_like(record_token), torch.empty_like(record_token)
     pe.kernels.match.match(
         *(pe.counts, plan, pe.rail_gpus, proxy, slot),
@@ -127,97 +127,128 @@ def _match(
         shape=S,
         block=pe.config.tiles.match,
     )
-    load = plan.load.clone()
     return Handle(
         path=call.path,
         num_tokens=call.x.shape[0],
-        num_rows=int(plan.received[0]),
+        num_rows=num_rows,
+        row_words=call.fmt.META,
+        received=plan.received,
         record_token=record_token,
-        num_records=pe.counts[1 : 1 + S.N].clone(),
+        num_records=plan.num_records,
         proxy=proxy,
         slot=slot,
-        own_rows=pe.ints(S.T, call.fmt.ENTRIES),
-        in_rows=pe.ints(S.N, S.PROXY_RECORDS, call.fmt.ENTRIES),
-        out_load=load[: S.N],
-        in_load=load[S.N :],
-        quota=plan.quota[: S.N].clone(),
-        rail_records=plan.rail_records[: S.N].clone(),
+        own_rows=pe.empty(S.T, call.fmt.ENTRIES),
+        in_rows=pe.empty(S.N, S.PROXY_RECORDS, call.fmt.ENTRIES),
+        out_load=plan.load[: S.N],
+        in_load=plan.load[S.N :],
+        quota=plan.quota[: S.N],
+        rail_records=plan.rail_records[: S.N],
         exchange=pe,
         epoch=pe.epoch,
+        static_shapes=call.static_shapes,
         decision=decision,
     )
 
 
-def _pack(pe: Exchange, call: Call, handle: Handle, tokens: Any, this: Round) -> None:
-    layout, tiles = pe.heap.layout, pe.config.tiles
-    pe.kernels.pack.pack(
-        *(pe.heap.bases, pe.state, pe.counts, handle.record_token, handle.proxy, handle.slot),
-        *(pe.row_index, tokens),
-        send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
-        fmt=call.fmt,
-        block_w=tiles.block_w(tiles.block_m),
-        **pe.round_args(this),
-        **{**pe.tiles(), "programs": pe.programs(this)},
-    )
+@dataclass(frozen=True)
+class Moves:
+    """The kernels that move one PE's records and rows."""
+
+    pe: Exchange
+    call: Call
+    handle: Handle
+    plan: Any  # PlanTables
+
+    @property
+    def _tokens(self) -> Any:
+        call = self.call
+        return self.pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
+
+    def pack(self, this: Round, *, wait_step: int = 0) -> None:
+        """Write a round's records to their proxies; `wait_step`: beside a put."""
+        pe, call, handle = self.pe, self.call, self.handle
+        layout, tiles = pe.heap.layout, pe.config.tiles
+        programs = pe.programs(this)
+        pe.kernels.pack.pack(
+            *(pe.heap.bases, pe.state, pe.counts, handle.record_token, handle.proxy, handle.slot),
+            *(pe.row_index, self._tokens),
+            send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
+            packed_off=layout["packed"],
+            wait_step=wait_step,
+            fmt=call.fmt,
+            block_w=tiles.block_w(tiles.block_m),
+            **pe.round_args(this),
+            **{**pe.tiles(), "programs": max(1, programs // 2) if wait_step else programs},
+        )
+
+    def local(self, *, tell_packed: bool) -> None:
+        """Write the rows of the own node."""
+        pe, call, layout, tiles = self.pe, self.call, self.pe.heap.layout, self.pe.config.tiles
+        pe.kernels.pack.local(
+            *(self.handle.own_rows, pe.heap.bases, pe.state, pe.row_index, self.plan.row_start),
+            self._tokens,
+            me=pe.pe,
+            rows_off=layout["rows"],
+            packed_off=layout["packed"],
+            delivered_off=layout["delivered"],
+            tell_packed=tell_packed,
+            fmt=call.fmt,
+            block_w=tiles.block_w(2 * tiles.block_m),
+            # Fewer rows at a time than pack: it keeps where each goes on every GPU of the node.
+            **{**pe.tiles(), "block_m": max(2, tiles.block_m // 2)},
+        )
+
+    def unpack(self, this: Round, after: Round | None) -> None:
+        """Store the rows of a round's records where they belong; grant the round after."""
+        pe, call, handle = self.pe, self.call, self.handle
+        layout, tiles = pe.heap.layout, pe.config.tiles
+        pe.kernels.unpack.unpack(
+            *(handle.in_rows, pe.heap.bases, pe.state, handle.in_load, pe.rail_mates),
+            self.plan.row_start,
+            recv_off=layout["recv"] + this.buffer * call.fmt.RECORD_WORDS * 4,
+            rows_off=layout["rows"],
+            arrived_off=layout["arrived"],
+            grant_off=layout["grant"],
+            packed_off=layout["packed"],
+            delivered_off=layout["delivered"],
+            next_round=(after.wave, after.first) if after else None,
+            fmt=call.fmt,
+            block_w=tiles.block_w(tiles.block_m),
+            step=this.step,
+            **pe.round_args(this),
+            **{**pe.tiles(), "programs": pe.programs(this)},
+        )
+        pe.saw_arrival(handle.in_load, this)
 
 
-def _local(pe: Exchange, call: Call, handle: Handle, tokens: Any, *, tell_packed: bool) -> None:
-    layout, tiles = pe.heap.layout, pe.config.tiles
-    pe.kernels.pack.local(
-        *(handle.own_rows, pe.heap.bases, pe.state, pe.counts, handle.record_token),
-        *(pe.row_index, pe.plan.row_start, tokens),
-        me=pe.pe,
-        rows_off=layout["rows"],
-        packed_off=layout["packed"],
-        tell_packed=tell_packed,
-        fmt=call.fmt,
-        block_w=tiles.block_w(2 * tiles.block_m),
-        # Fewer rows at a time than pack: it keeps where each goes on every GPU of the node.
-        **{**pe.tiles(), "block_m": max(2, tiles.block_m // 2)},
-    )
-
-
-def _unpack(pe: Exchange, call: Call, handle: Handle, this: Round, after: Round | None) -> None:
-    layout, tiles = pe.heap.layout, pe.config.tiles
-    pe.kernels.unpack.unpack(
-        *(handle.in_rows, pe.heap.bases, pe.state, handle.in_load, pe.rail_mates),
-        pe.plan.row_start,
-        recv_off=layout["recv"] + this.buffer * call.fmt.RECORD_WORDS * 4,
-        rows_off=layout["rows"],
-        arrived_off=layout["arrived"],
-        grant_off=layout["grant"],
-        packed_off=layout["packed"],
-        next_round=(after.wave, after.first) if after else None,
-        fmt=call.fmt,
-        block_w=tiles.block_w(tiles.block_m),
-        step=this.step,
-        **pe.round_args(this),
-        **{**pe.tiles(), "programs": pe.programs(this)},
-    )
-    pe.saw_arrival(handle.in_load, this)
-
-
-def _finish(pe: Exchange, call: Call, handle: Handle) -> Received:
-    layout, fmt, rows = pe.heap.layout, call.fmt, handle.num_rows
+def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
+    layout, fmt, rows, device = pe.heap.layout, call.fmt, handle.num_rows, pe.device
     tiles = pe.config.tiles
-    words = torch.empty(rows, fmt.X_WORDS, dtype=torch.int32, device=pe.device)
-    topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=pe.device)
-    weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=pe.device)
+    words = torch.empty(0 if call.view else rows, fmt.X_WORDS, dtype=torch.int32, device=device)
+    topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=device)
+    weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=device)
     pe.kernels.unpack.finish(
-        *(words, topk_idx, weights, pe.heap.bases, pe.state),
+        *(words, topk_idx, weights, pe.heap.bases, pe.state, handle.received),
         *(pe.expert_rank, pe.expert_pos, pe.expert_start),
         me=pe.pe,
         rows_off=layout["rows"],
         delivered_off=layout["delivered"],
+        copy=not call.view,
         fmt=fmt,
         block_w=tiles.block_w(tiles.block_m),
         **pe.tiles(),
     )
+    hidden, dtype = call.x.shape[1], call.x.dtype
+    if call.view:
+        x = pe.rows(rows, hidden, dtype, row_words=fmt.META)
+    else:
+        x = from_words(words, hidden, dtype)
     num_experts = pe.config.experts_per_rank[pe.pe]
     return Received(
-        x=from_words(words, call.x.shape[1], call.x.dtype),
+        x=x,
         topk_idx=topk_idx,
         topk_weights=weights,
-        num_tokens_per_expert=pe.plan.received[1 : 1 + num_experts].clone(),
+        num_rows=handle.received[0],
+        num_tokens_per_expert=handle.received[1 : 1 + num_experts],
         handle=handle,
     )

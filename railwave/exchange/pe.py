@@ -13,8 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from railwave.config import Config, Round
+from railwave.errors import ReceiveOverflowError
 from railwave.heap import LocalHeap, NvshmemHeap, ShmHeap
 from railwave.kernels import load
+
+NOTIFY_REGIONS = {"notify": "messages", "word": "notify", "outbox": "outbox"}
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,13 @@ class Exchange:
         S = config.shape
         self.counts = self.ints(1 + S.N + S.N * S.G + S.E)
         self.row_index = self.ints(S.T, S.N * S.G)
-        self.plan = self.kernels.quota.PlanTables.empty(S, device)
-        self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)
+        self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)  # so far
+        self._rows = 0  # that the device said it will receive, when last asked
         self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
+        # A stream for what is packed while a put runs; None: one after the other.
+        self.beside = (
+            torch.cuda.Stream(device) if config.pipeline and device.type == "cuda" else None
+        )
         # One window of all pairs, for path="auto".
         all_pairs = 1 - torch.eye(S.N, dtype=torch.int8, device="cpu")
         self.all_pairs = all_pairs[None].to(device)
@@ -118,6 +125,23 @@ class Exchange:
     def ints(self, *size: int) -> torch.Tensor:
         """Return a zeroed int32 tensor on the device."""
         return torch.zeros(size, dtype=torch.int32, device=self.device)
+
+    def empty(self, *size: int) -> torch.Tensor:
+        """Return an int32 tensor on the device, for a kernel to write."""
+        return torch.empty(size, dtype=torch.int32, device=self.device)
+
+    def rows(
+        self, num_rows: int, hidden: int, dtype: torch.dtype, *, row_words: int
+    ) -> torch.Tensor:
+        """View the region of rows as (num_rows, hidden) of a dtype."""
+        region = self.heap.region(self.pe, "rows", torch.uint8).view(dtype)
+        return region.as_strided((num_rows, hidden), (row_words * 4 // dtype.itemsize, 1))
+
+    def notify_args(self) -> dict[str, Any]:
+        """Return the arguments of a launcher that tells all ranks."""
+        layout = self.heap.layout
+        offsets = {f"{k}_off": layout[v] for k, v in NOTIFY_REGIONS.items()}
+        return {"me": self.pe, "shape": self.config.shape, **offsets}
 
     def tiles(self) -> dict[str, Any]:
         """Return the arguments that a launcher of tiles takes."""
@@ -218,45 +242,85 @@ class Exchange:
             warps=self.config.tiles.warps,
         )
 
-    def tell(self, word: str, recv_load: torch.Tensor, *, grant_waves: int = 0) -> None:
-        """Set a word of the phase at the node's PEs; grant the first waves."""
+    def forward(self) -> None:
+        """Pass what came along the own rail on to the node."""
         layout = self.heap.layout
-        self.kernels.wire.tell(
-            *(self.heap.bases, self.state, recv_load, self.rail_mates),
+        self.kernels.notify.forward(
+            *(self.heap.bases, self.state),
             me=self.pe,
-            word_off=layout[word],
-            grant_off=layout["grant"],
-            grant_waves=grant_waves,
+            notify_off=layout["messages"],
+            word_off=layout["notify"],
+            programs=self.config.tiles.programs,
+            block_n=self.config.tiles.block_n,
             shape=self.config.shape,
         )
 
-    def compare_status(self, status: int) -> Stages:
-        """Tell all ranks a status alone, a notify without counts, and compare it with theirs.
+    def plan(self, *, balanced: bool) -> Any:
+        """Plan what leaves and what arrives, from all ranks' messages; return the tables."""
+        layout, tiles, S = self.heap.layout, self.config.tiles, self.config.shape
+        plan = self.kernels.quota.PlanTables.empty(S, self.device)
+        self.kernels.quota.quota(
+            *(self.heap.bases, self.state, self.rail_of_gpu, self.rail_gpus, self.eligible),
+            *(self.expert_start, plan),
+            me=self.pe,
+            notify_off=layout["messages"],
+            word_off=layout["notify"],
+            verdict_off=layout["verdict"],
+            balanced=balanced,
+            block_i=tiles.block_i,
+            warps=tiles.warps,
+            shape=S,
+        )
+        return plan
+
+    def verdict_wait(self) -> Waits:
+        """Wait for every node's verdict."""
+        return lambda: [Wait("verdict", slice(None), self.epoch << 32)]
+
+    def hear_verdict(self) -> None:
+        """End the phase if rows do not fit on some rank."""
+        self.kernels.verdict.verdict(
+            *(self.heap.bases, self.state),
+            me=self.pe,
+            verdict_off=self.heap.layout["verdict"],
+            shape=self.config.shape,
+        )
+
+    def hear_status(self) -> Stages:
+        """Hear the status of every rank's call and compare it with the own one.
 
         Raises:
-            CallsDiffer: see `check_same_call`.
+            CallsDiffer: see `check_plan`.
         """
-        layout, S, notify = self.heap.layout, self.config.shape, self.kernels.notify
-        where = {"me": self.pe, "word_off": layout["notify"], "shape": S}
-        self.counts.zero_()
-        self.counts[0] = status
-        notify.notify(
-            *(self.heap.bases, self.state, self.counts, self.expert_start),
-            notify_off=layout["messages"],
-            outbox_off=layout["outbox"],
-            **where,
-        )
         yield self.rail_wait("notify", 0)
-        notify.forward(
-            *(self.heap.bases, self.state),
-            notify_off=layout["messages"],
-            programs=self.config.tiles.programs,
-            block_n=self.config.tiles.block_n,
-            **where,
-        )
+        self.forward()
         yield self.all_wait("notify", 0)
-        notify.heard(self.heap.bases, self.state, **where)
-        self.check_same_call(status)
+        layout = self.heap.layout
+        self.kernels.verdict.heard(
+            *(self.heap.bases, self.state),
+            me=self.pe,
+            notify_off=layout["messages"],
+            word_off=layout["notify"],
+            shape=self.config.shape,
+        )
+        self.check_plan()
+
+    def device_decides(self, static_shapes: bool) -> bool:
+        """Say whether the host must not wait to hear how a phase goes."""
+        return static_shapes and self.compare_calls and self.device.type == "cuda"
+
+    @contextmanager
+    def beside_put(self) -> Iterator[None]:
+        """Launch what is inside beside the put that follows, until `join`."""
+        assert self.beside
+        self.beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.beside):
+            yield
+
+    def join(self) -> None:
+        """Let what follows wait for what was launched beside a put."""
+        if self.beside:
+            torch.cuda.current_stream(self.device).wait_stream(self.beside)
 
     def start_at(self, epoch: int) -> None:
         """Go on after a failure, beyond every epoch in flight: the same on all PEs."""
@@ -264,7 +328,7 @@ class Exchange:
         self.epoch = epoch
         self.state[wire.EPOCH.value] = epoch
         self.state[wire.NOTIFIES.value] = epoch  # any number that all agree on
-        self.state[wire.FAILED.value] = 0
+        self.state[wire.FAILED.value :] = 0
         self.counts.zero_()  # an interrupted phase may have left slots
 
     @contextmanager
@@ -279,29 +343,36 @@ class Exchange:
             self.counts.zero_()  # an interrupt may have come between count and notify
             self.epoch = epoch
 
-    def check_same_call(self, own: int) -> None:
-        """Compare what all ranks said of their calls in notify.
+    def check_plan(self) -> int:
+        """Wait for the device; return the rows that this PE will receive.
 
         Raises:
-            CallsDiffer: on every rank, at the same stage, when one differs or is wrong.
+            CallsDiffer: on every rank, at the same stage, when a call differs or is wrong.
+            ReceiveOverflowError: likewise, when rows do not fit somewhere.
         """
-        if not self.compare_calls:
-            return  # whoever drives all PEs has compared their arguments; spare reading the device
-        state, wire = self.state.tolist(), self.kernels.wire
-        messages = self.heap.region(self.pe, "messages", torch.int32)
-        area = state[wire.NOTIFIES.value] % 2
-        statuses = messages.view(2, self.config.topo.num_ranks, -1)[area, :, 0].tolist()
-        if state[wire.FAILED.value]:
-            return  # some have said nothing; the phase ends with that
-        if any(status != own or status < 0 for status in statuses):
-            raise CallsDiffer(statuses)
+        failure = self.failure()
+        if failure and failure.word in ("call", "verdict"):
+            self.state[self.kernels.wire.FAILED.value] = 0  # all ranks are told, and go on
+            if failure.word == "call":
+                raise CallsDiffer(failure)
+            raise self.overflow(failure)
+        return 0 if failure else self._rows
+
+    def overflow(self, failure: Failure) -> ReceiveOverflowError:
+        """Say that rows do not fit, and what to do."""
+        node = failure.pe // self.config.topo.gpus_per_node
+        return ReceiveOverflowError(
+            f"nothing moved: a rank of node {node} would receive {failure.seen} rows, more than "
+            f"max_recv_rows = {failure.expected}; raise max_recv_rows to {failure.seen} or more "
+            f"(always enough: {self.config.max_rows})",
+            num_rows=failure.seen,
+        )
 
     def failure(self) -> Failure | None:
         """Return what the phase's first wait past its deadline waited for, if there was one."""
-        wire = self.kernels.wire
-        failed, word, peer, seen, expected = self.state[
-            wire.FAILED.value : wire.CLOCK_NS.value
-        ].tolist()
+        wire, state = self.kernels.wire, self.state.tolist()
+        self._rows = state[wire.ROWS.value]
+        failed, word, peer, seen, expected, _ = state[wire.FAILED.value : wire.CLOCK_NS.value]
         return Failure(wire.WORDS[word], peer, seen, expected) if failed else None
 
     def saw_arrival(self, recv_load: torch.Tensor, this: Round) -> None:

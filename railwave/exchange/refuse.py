@@ -15,4 +15,9 @@ def refuse(pe: Exchange) -> Stages:
     pe.state[wire.EPOCH.value] += 1
     pe.state[wire.NOTIFIES.value] += 1
     pe.epoch += 1
-    yield from pe.compare_status(BAD_CALL)
+    pe.counts.zero_()
+    pe.counts[0] = BAD_CALL
+    pe.kernels.notify.notify(
+        pe.heap.bases, pe.state, pe.counts, pe.expert_start, **pe.notify_args()
+    )
+    yield from pe.hear_status()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 
 OPS = (
-    *("count", "notify", "describe", "quota", "match"),
+    *("notify", "verdict", "count", "describe", "quota", "match"),
     *("pack", "wire", "unpack", "reduce", "combine"),
 )
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import i64, iota, jit
-from .nvshmem import libraries
+from .nvshmem import libraries, quiet
 from .reduce import DTYPES, load_f32, round_ref, rounded
 from .shape import Shape, pow2
 from .wire import (
@@ -24,6 +24,7 @@ from .wire import (
     TAKEN,
     chunks_of,
     grant,
+    is_last,
     mark,
     records_in_round,
     share,
@@ -65,6 +66,8 @@ def _give_back_kernel(
         wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, d, 0, chunks_of(n, S), S)
     if i64(step) > 1:
         wait_node(bases_ptr, state_ptr, me, taken_off, value - 1, TAKEN, S)
+    if S.REMOTE:
+        quiet()  # a reduce beside the next put writes the buffer that this round was put from
     if i64(next_wave) > 0:
         grant(
             *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr, grant_off),
@@ -85,6 +88,7 @@ def _take_kernel(
     me,
     recv_off,
     returned_off,
+    rows_read_off,
     wave,
     first,
     step,
@@ -93,10 +97,14 @@ def _take_kernel(
     WIRE: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
+    TELL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """At the owner: add the sums that node d returned to this rank's proxies to acc."""
+    """At the owner: add the sums that node d returned to this rank's proxies to acc.
+
+    Last of a phase, it says that this PE has read all that it reads of the node.
+    """
     me: int = i64(me)
     node: int = me // S.G
     value: int = mark(state_ptr, i64(step), S)
@@ -122,6 +130,9 @@ def _take_kernel(
             total = tl.load(acc_ptrs, mask=mask, other=0.0)
             total += load_f32(src[:, None], offs_h[None, :], mask, WIRE)
             tl.store(acc_ptrs, total, mask=mask)
+    if TELL:
+        if is_last(state_ptr) > 0:
+            tell_node(bases_ptr, state_ptr, me, rows_read_off, mark(state_ptr, 1, S), S)
 
 
 @jit
@@ -193,11 +204,13 @@ def take(
     me: int,
     recv_off: int,
     returned_off: int,
+    rows_read_off: int,
     wave: int,
     first: int,
     round_records: int,
     record_words: int,
     step: int,
+    tell: bool,
     wire_dtype: torch.dtype,
     shape: Shape,
     programs: int,
@@ -211,16 +224,19 @@ def take(
         acc: (T, H) float32, updated.
         proxy, slot: (N, S.T) int32, from the dispatch's `match`.
         recv_off: byte offset of that node's receive buffer for the round.
+        returned_off, rows_read_off: byte offsets of the words returned[local GPU], rows_read[...].
+        tell: say last that this PE has read the node's rows and sums: the phase's last `take`.
     """
     hidden = acc.shape[1]
     _take_kernel[(programs,)](
         *(acc, bases, state, num_records, record_token, proxy, slot),
-        *(me, recv_off, returned_off, wave, first, step),
+        *(me, recv_off, returned_off, rows_read_off, wave, first, step),
         S=shape,
         H=hidden,
         WIRE=DTYPES[wire_dtype],
         RECORD_WORDS=record_words,
         ROUND_RECORDS=round_records,
+        TELL=tell,
         BLOCK_M=block_m,
         BLOCK_H=min(block_h, pow2(hidden)),
         num_warps=warps,

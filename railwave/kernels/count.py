@@ -7,7 +7,7 @@ hit[t, w] = 1 if token t has an expert on rank w:
     record i of node d is the token t that holds the i-th 1 of max over w in d of hit[t, w]
 
 Scans, and sums of integers: the same numbers on every run. This is a dispatch's first kernel: it
-advances the epoch.
+advances the epoch. Its last program tells the other ranks.
 
 Letters: T tokens, K top-k, E experts, N nodes, G GPUs a node, W = N * G ranks.
 """
@@ -17,10 +17,13 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cdiv, clamp, cumsum, helper, i64, iota, jit, tile_max, tile_sum
+from .notify import message_tiles, send_counts
+from .nvshmem import libraries
 from .shape import Shape, pow2
-from .wire import EPOCH, NOTIFIES
+from .wire import BAD_IDS, EPOCH, NOTIFIES, is_last
 
 EXPERTS_A_THREAD = 16  # more would not stay in registers
+WRONG_IDS = tl.constexpr(-2)  # the status of a rank whose topk_idx names experts that are not there
 
 
 @helper
@@ -45,18 +48,19 @@ def _load_experts(
 
 
 @helper
-def _look_up(table_ptr, e, EACH: tl.constexpr):
+def _look_up(table_ptr, e, EACH: tl.constexpr, EXPERTS: tl.constexpr):
     """Return the table's entry of each expert: e // EACH, if that is known to be it (not 0)."""
+    there = (e >= 0) & (e < EXPERTS)
     if EACH > 0:
-        return tl.where(e >= 0, e // EACH, -1)
+        return tl.where(there, e // EACH, -1)
     else:
-        return tl.load(table_ptr + e, mask=e >= 0, other=-1)
+        return tl.load(table_ptr + e, mask=there, other=-1)
 
 
 @helper
 def _on_node(expert_rank_ptr, e, node, S: tl.constexpr):
     """Return the local GPU of each expert as seen from a node: outside [0, G) if not on it."""
-    return (_look_up(expert_rank_ptr, e, S.RANK_SIZE) - node * S.G).to(tl.int32)
+    return (_look_up(expert_rank_ptr, e, S.RANK_SIZE, S.E) - node * S.G).to(tl.int32)
 
 
 @helper
@@ -96,7 +100,13 @@ def _count_kernel(
     stride_k,
     expert_rank_ptr,
     expert_pos_ptr,
+    bases_ptr,
     state_ptr,
+    expert_start_ptr,
+    me,
+    notify_off,
+    word_off,
+    outbox_off,
     status,
     num_tokens,
     part_steps,
@@ -109,11 +119,15 @@ def _count_kernel(
     SLOTS_T: tl.constexpr,
     GPUS: tl.constexpr,
     GPU_BLOCKS: tl.constexpr,
+    TELL: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    PEERS_P: tl.constexpr,
+    EXPERTS_P: tl.constexpr,
 ):
     """Number the records of a node and the rows of GPUS of its GPUs, for a part of the tokens.
 
     A program first counts the tokens before its part, for itself: nobody waits. The programs above
-    those add SLOTS_T tokens each to the experts' slots.
+    those add SLOTS_T tokens each to the experts' slots, and see whether the ids are right.
 
     Example: 2 nodes x 1 GPU, 2 experts, topk_idx [[0], [1], [0]]: records of node 0 are tokens
     0 and 2, of node 1 token 1; row_index [[0, -1], [-1, 0], [1, -1]].
@@ -168,9 +182,21 @@ def _count_kernel(
     else:
         t = (pid - NODE_PROGRAMS) * SLOTS_T + iota(SLOTS_T)
         e = _load_experts(topk_idx_ptr, stride_t, stride_k, t, num_tokens, K, K_P, CONTIGUOUS)
-        at = _look_up(expert_pos_ptr, e, 1 if S.RANK_SIZE > 0 else 0)
+        at = _look_up(expert_pos_ptr, e, 1 if S.RANK_SIZE > 0 else 0, S.E)
         slots_ptr = counts_ptr + 1 + S.N + S.N * S.G
         tl.atomic_add(slots_ptr + at, 1, mask=at >= 0, sem="relaxed")
+        if i64(tile_max(tile_max(((e < -1) | (e >= S.E)).to(tl.int32), 1), 0)) > 0:
+            tl.store(state_ptr + BAD_IDS, i64(1))
+    if TELL:
+        if is_last(state_ptr) > 0:
+            if i64(tl.atomic_xchg(state_ptr + BAD_IDS, i64(0), sem="relaxed")) > 0:
+                tl.store(counts_ptr, WRONG_IDS)
+            tl.debug_barrier()
+            send_counts(
+                *(bases_ptr, state_ptr, counts_ptr, expert_start_ptr),
+                *(i64(me), i64(notify_off), i64(word_off), i64(outbox_off)),
+                *(S, WORDS_P, PEERS_P, EXPERTS_P),
+            )
 
 
 def count(
@@ -180,25 +206,36 @@ def count(
     counts: torch.Tensor,
     record_token: torch.Tensor,
     row_index: torch.Tensor,
+    bases: torch.Tensor,
     state: torch.Tensor,
+    expert_start: torch.Tensor,
     *,
     status: int,
+    me: int,
+    notify_off: int,
+    word_off: int,
+    outbox_off: int,
+    tell: bool = True,
     shape: Shape,
     block_t: int,
     parts: int,
 ) -> None:
-    """Advance the epoch; number the records and rows of one rank.
+    """Advance the epoch; number the records and rows of one rank; tell the other ranks.
 
     Args:
-        topk_idx: (T, K) int32 or int64, any strides; -1 selects nothing.
+        topk_idx: (T, K) int32 or int64, any strides; -1 selects nothing. Of ids that are not in
+            [-1, E) all ranks are told, and nothing is counted.
         expert_rank: (E,) int32, rank of each expert.
         expert_pos: (E,) int32, position of each expert when sorted by (rank, id).
         counts: out, (1 + N + W + E,) int32: status, records per node, rows per rank, slots per
-            expert position, which must be zero before (`notify` leaves them so).
+            expert position, which must be zero before (telling leaves them so).
         record_token: out, (N, S.T) int32: token of each record, per destination node.
         row_index: out, (S.T, W) int32: index of the token's row in its stream, -1 for none.
+        bases: (W,) int64, address of every PE's heap.
         state: (STATE_WORDS,) int64 of this PE; its epoch and notify number advance.
+        expert_start, me, notify_off, word_off, outbox_off: as `notify`.
         status: what this rank says of its call (`Call.status`); negative for a wrong one.
+        tell: send the counts as `notify` does; else they are only counted.
         block_t: tokens a step, a power of two (fewer where K is large); results depend on none of
             these.
         parts: programs a node, each for a part of the tokens.
@@ -215,7 +252,8 @@ def count(
     _count_kernel[grid](
         *(counts, record_token, row_index),
         *(topk_idx, topk_idx.stride(0), topk_idx.stride(1)),
-        *(expert_rank, expert_pos, state, status, topk_idx.shape[0], part_steps),
+        *(expert_rank, expert_pos, bases, state, expert_start),
+        *(me, notify_off, word_off, outbox_off, status, topk_idx.shape[0], part_steps),
         S=S,
         K=k,
         K_P=pow2(k),
@@ -225,7 +263,10 @@ def count(
         SLOTS_T=slots_t,
         GPUS=gpus,
         GPU_BLOCKS=gpu_blocks,
+        TELL=tell,
         num_warps=warps,
+        **message_tiles(S),
+        **libraries(S),
     )
 
 

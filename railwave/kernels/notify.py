@@ -6,8 +6,8 @@ A message about node d is int32 (1 + N + G + NODE_EXPERTS,):
 
 It goes along the own rail to the PE of every node with the same local index, and from there to
 that node's other PEs (`forward`): N + G - 2 messages leave a PE over rails and NVLink instead of
-N * G - 1 over rails. There are two areas, used in turn, so that a fast rank's next message never
-meets a slow reader.
+N * G - 1 over rails. The last program of `count` or `copy_in` sends them (`send_counts`). There are
+two areas, used in turn, so that a fast rank's next message never meets a slow reader.
 
 Letters: N nodes, G GPUs a node, W = N * G ranks, s source node, d destination node.
 """
@@ -41,8 +41,8 @@ def area(state_ptr, notify_off, S: tl.constexpr):
     return notify_off + parity * (S.N * S.G * S.NOTIFY_WORDS * 4)
 
 
-@jit
-def _notify_kernel(
+@helper
+def send_counts(
     bases_ptr,
     state_ptr,
     counts_ptr,
@@ -56,8 +56,10 @@ def _notify_kernel(
     PEERS_P: tl.constexpr,
     EXPERTS_P: tl.constexpr,
 ):
-    """Send each node its message: peer i < N is (i, own local index), the others are node-mates."""
-    me: int = i64(me)
+    """Send each node its message: peer i < N is (i, own local index), the others are node-mates.
+
+    One program, after all have counted; the experts' slots are zero again afterwards.
+    """
     node: int = me // S.G
     local: int = me % S.G
     i = iota(PEERS_P)
@@ -103,6 +105,29 @@ def _notify_kernel(
 
 
 @jit
+def _notify_kernel(
+    bases_ptr,
+    state_ptr,
+    counts_ptr,
+    expert_start_ptr,
+    me,
+    notify_off,
+    word_off,
+    outbox_off,
+    S: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    PEERS_P: tl.constexpr,
+    EXPERTS_P: tl.constexpr,
+):
+    """Send what `counts` holds. One program."""
+    send_counts(
+        *(bases_ptr, state_ptr, counts_ptr, expert_start_ptr),
+        *(i64(me), i64(notify_off), i64(word_off), i64(outbox_off)),
+        *(S, WORDS_P, PEERS_P, EXPERTS_P),
+    )
+
+
+@jit
 def _forward_kernel(
     bases_ptr,
     state_ptr,
@@ -143,14 +168,6 @@ def _forward_kernel(
         signal(told.to(tl.pointer_type(tl.int64)), value, mask_sg)
 
 
-@jit
-def _heard_kernel(bases_ptr, state_ptr, me, word_off, S: tl.constexpr, W_P: tl.constexpr):
-    """Wait until every rank's message is here. One program."""
-    w = iota(W_P)
-    word_ptrs = heap_i64(bases_ptr, i64(me), word_off) + w
-    wait_all(word_ptrs, mark(state_ptr, 0, S), w < S.N * S.G, w, NOTIFY, state_ptr)
-
-
 def notify(
     bases: torch.Tensor,
     state: torch.Tensor,
@@ -165,6 +182,8 @@ def notify(
 ) -> None:
     """Send this rank's counts to the PE of its rail at every node and to its node-mates.
 
+    For a phase that counts nothing, since this rank called it wrongly.
+
     Args:
         bases: (W,) int64, address of every PE's heap.
         state: (STATE_WORDS,) int64 of this PE.
@@ -178,11 +197,18 @@ def notify(
     _notify_kernel[(1,)](
         *(bases, state, counts, expert_start, me, notify_off, word_off, outbox_off),
         S=shape,
-        WORDS_P=pow2(shape.NOTIFY_WORDS),
-        PEERS_P=pow2(shape.N + shape.G),
-        EXPERTS_P=pow2(shape.E),
+        **message_tiles(shape),
         **libraries(shape),
     )
+
+
+def message_tiles(shape: Shape) -> dict[str, int]:
+    """Return the tile sizes that `send_counts` takes."""
+    return {
+        "WORDS_P": pow2(shape.NOTIFY_WORDS),
+        "PEERS_P": pow2(shape.N + shape.G),
+        "EXPERTS_P": pow2(shape.E),
+    }
 
 
 def forward(
@@ -207,17 +233,6 @@ def forward(
         BLOCK_N=block_n,
         **libraries(shape),
     )
-
-
-def heard(
-    bases: torch.Tensor, state: torch.Tensor, *, me: int, word_off: int, shape: Shape
-) -> None:
-    """Wait for every rank's message, so that what is launched next may read them all.
-
-    Args: as `notify`.
-    """
-    W_P = pow2(shape.N * shape.G)
-    _heard_kernel[(1,)](bases, state, me, word_off, S=shape, W_P=W_P)
 
 
 def notify_ref(

@@ -17,7 +17,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import column, cumsum, helper, i64, iota, jit, tile_max, tile_sum
 from .shape import Format, Shape, pow2, row_align
-from .wire import alive, mark, share, tell_node
+from .wire import PACKED, alive, is_last, mark, share, tell_node, wait_node
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,10 @@ def _pack_kernel(
     stride_weights_k,
     me,
     send_off,
+    packed_off,
     wave,
     first,
+    wait_step,
     S: tl.constexpr,
     F: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
@@ -137,9 +139,8 @@ def _pack_kernel(
 ):
     """Write this owner's records for node d whose slots lie in the round to their proxies.
 
-    Nothing to wait for: round i overwrites what the proxies put in round i - 2; this PE's put of
-    round i - 1 came before, and waited for packed(i - 1) of its node-mates, which each of them
-    said after its put of round i - 2 had ended.
+    Round i overwrites what the proxies put in round i - 2, which has ended once each of them has
+    said packed(i - 1): wait_step, if this launch does not follow a put that waited for it.
 
     Example: ROUND_RECORDS 2, first 2: of slots 0, 1, 2, 3 of a proxy the last two go to its
     places 0 and 1.
@@ -150,6 +151,9 @@ def _pack_kernel(
     d: int = (node + i64(wave) + peer) % S.N
     first: int = i64(first)
     n: int = i64(tl.load(counts_ptr + 1 + d)) * alive(state_ptr)
+    if i64(wait_step) > 0:
+        value: int = mark(state_ptr, i64(wait_step), S)
+        n: int = n * wait_node(bases_ptr, state_ptr, me, packed_off, value, PACKED, S)
 
     buffer_off: int = send_off + peer * (ROUND_RECORDS * F.RECORD_WORDS * 4)
     end: int = share(n, i64(tl.program_id(0)) + 1)
@@ -179,8 +183,6 @@ def _local_kernel(
     own_rows_ptr,
     bases_ptr,
     state_ptr,
-    counts_ptr,
-    record_token_ptr,
     row_index_ptr,
     row_start_ptr,
     words_ptr,
@@ -194,6 +196,8 @@ def _local_kernel(
     me,
     rows_off,
     packed_off,
+    delivered_off,
+    num_tokens,
     S: tl.constexpr,
     F: tl.constexpr,
     TELL_PACKED: tl.constexpr,
@@ -201,31 +205,35 @@ def _local_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Write the rows that this rank's tokens have on its own node; keep where they went."""
+    """Write the rows that this rank's tokens have on its own node; keep where they went.
+
+    Where nothing is put, the last program says that all is delivered.
+    """
     me: int = i64(me)
     node: int = me // S.G
     if TELL_PACKED:
         if i64(tl.program_id(0)) == 0:
             tell_node(bases_ptr, state_ptr, me, packed_off, mark(state_ptr, 1, S), S)
-    n: int = i64(tl.load(counts_ptr + 1 + node)) * alive(state_ptr)
+    n: int = i64(num_tokens) * alive(state_ptr)
     g = iota(S.G_P)
     starts = tl.load(row_start_ptr + me * S.G + g, mask=g < S.G, other=0).to(tl.int64)
     bases = tl.load(bases_ptr + node * S.G + g, mask=g < S.G, other=0) + rows_off
     end: int = share(n, i64(tl.program_id(0)) + 1)
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
-        record = i + iota(BLOCK_M)
-        mask_i = record < end
-        ptrs = record_token_ptr + node * S.T + record
-        t = tl.load(ptrs, mask=mask_i, other=0).to(tl.int64)
-        rows = _load_rows(row_index_ptr, t, mask_i, node, S)
+        t = i + iota(BLOCK_M)
+        mask_t = t < end
+        rows = _load_rows(row_index_ptr, t, mask_t, node, S)
         rows = tl.where(rows >= 0, rows + starts[None, :], -1)
         dst = tl.where(rows >= 0, bases[None, :] + rows * (F.META * 4), 0)
-        _store_entries(own_rows_ptr + record * F.ENTRIES, rows, mask_i, F, S)
+        _store_entries(own_rows_ptr + t * F.ENTRIES, rows, mask_t, F, S)
         _store_rows(
-            *(dst, t, mask_i, words_ptr, stride_words_t),
+            *(dst, t, mask_t, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
             *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
+    if not TELL_PACKED:
+        if is_last(state_ptr) > 0:
+            tell_node(bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), S)
 
 
 def pack(
@@ -240,10 +248,12 @@ def pack(
     *,
     me: int,
     send_off: int,
+    packed_off: int,
     wave: int,
     num_peers: int,
     first: int,
     round_records: int,
+    wait_step: int = 0,
     shape: Shape,
     fmt: Format,
     programs: int,
@@ -259,14 +269,16 @@ def pack(
         tokens: the rank's input.
         me: this PE.
         send_off: byte offset of the round's send buffer; one buffer of round_records a peer.
+        packed_off: byte offset of the words packed[local GPU].
         wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
         first, round_records: slots [first, first + round_records) are this round's.
+        wait_step: wait for packed(wait_step) of the node first; 0: nothing to wait for.
         programs, block_m, block_w: programs a peer, records a tile, words of each in it.
         warps: of a program.
     """
     _pack_kernel[(programs, num_peers)](
         *(bases, state, counts, record_token, proxy, slot, row_index, *tokens.kernel_args()),
-        *(me, send_off, wave, first),
+        *(me, send_off, packed_off, wave, first, wait_step),
         S=shape,
         F=fmt,
         ROUND_RECORDS=round_records,
@@ -281,8 +293,6 @@ def local(
     own_rows: torch.Tensor,
     bases: torch.Tensor,
     state: torch.Tensor,
-    counts: torch.Tensor,
-    record_token: torch.Tensor,
     row_index: torch.Tensor,
     row_start: torch.Tensor,
     tokens: Tokens,
@@ -290,6 +300,7 @@ def local(
     me: int,
     rows_off: int,
     packed_off: int,
+    delivered_off: int,
     tell_packed: bool,
     shape: Shape,
     fmt: Format,
@@ -301,15 +312,17 @@ def local(
     """Write the rows of the own node into their final slots.
 
     Args: as `pack`, and
-        own_rows: out, (S.T, ENTRIES) int32: entries of own-node record i, with final slots.
+        own_rows: out, (S.T, ENTRIES) int32: entries, with final slots, of each token's rows on the
+            own node.
         row_start: (W, G) int32, from `arrivals`.
         rows_off: byte offset of the region of rows.
-        packed_off: byte offset of the words packed[local GPU].
-        tell_packed: say first that the first round is packed.
+        packed_off, delivered_off: byte offsets of the words packed[local GPU], delivered[...].
+        tell_packed: say first that the first round is packed; else say last that all is delivered,
+            since no round follows.
     """
     _local_kernel[(programs,)](
-        *(own_rows, bases, state, counts, record_token, row_index, row_start),
-        *(*tokens.kernel_args(), me, rows_off, packed_off),
+        *(own_rows, bases, state, row_index, row_start, *tokens.kernel_args()),
+        *(me, rows_off, packed_off, delivered_off, tokens.words.shape[0]),
         S=shape,
         F=fmt,
         TELL_PACKED=tell_packed,
@@ -370,8 +383,6 @@ def pack_ref(
 def local_ref(
     own_rows: torch.Tensor,
     rows: list[torch.Tensor],
-    counts: torch.Tensor,
-    record_token: torch.Tensor,
     row_index: torch.Tensor,
     row_start: torch.Tensor,
     tokens: Tokens,
@@ -385,11 +396,10 @@ def local_ref(
     Args: as `local`, and rows: out, per local GPU, (slots, META) int32: the node's rows regions.
     """
     S, node = shape, me // shape.G
-    for i in range(int(counts[1 + node])):
-        t = int(record_token[node, i])
+    for t in range(len(tokens.words)):
         index = row_index[t, node * S.G : (node + 1) * S.G]
         final = torch.where(index >= 0, index + row_start[me], -1)
-        own_rows[i] = _entries_ref(final, S, fmt)
+        own_rows[t] = _entries_ref(final, S, fmt)
         for g, row in enumerate(final.tolist()):
             if row >= 0:
                 _store_row_ref(rows[g][row], tokens, t, fmt)

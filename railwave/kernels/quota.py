@@ -25,10 +25,12 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 from railwave.sched import native_quota_ref as native_quota_ref
 from railwave.sched import quota_ref as quota_ref
 
-from .lang import cumsum, i64, iota, jit, tile_sum
+from .lang import cumsum, helper, i64, iota, jit, tile_max, tile_sum
 from .notify import area
+from .nvshmem import libraries
 from .shape import Shape, pow2
-from .wire import NOTIFY, alive, heap_i32, heap_i64, mark, wait_all
+from .verdict import compare_calls, tell_verdict
+from .wire import NOTIFY, ROWS, heap_i32, heap_i64, mark, wait_all
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class PlanTables:
     load: torch.Tensor  # (2N, G) records each GPU puts, kept and relocated
     row_start: torch.Tensor  # (W, G) first final slot of each source's rows at each GPU of the node
     received: torch.Tensor  # (1 + RANK_EXPERTS,) rows here, then slots of each expert here
-    status: torch.Tensor  # (W,) what every rank said of its call
+    num_records: torch.Tensor  # (N,) records of this rank to each node
 
     @classmethod
     def empty(cls, shape: Shape, device: torch.device) -> "PlanTables":
@@ -54,50 +56,37 @@ class PlanTables:
             **dict.fromkeys(("kept", "surplus_start", "load"), (2 * S.N, S.G)),
             "row_start": (S.N * S.G, S.G),
             "received": (1 + S.RANK_EXPERTS,),
-            "status": (S.N * S.G,),
+            "num_records": (S.N,),
         }
         return cls(
-            **{k: torch.zeros(v, dtype=torch.int32, device=device) for k, v in sizes.items()}
+            **{k: torch.empty(v, dtype=torch.int32, device=device) for k, v in sizes.items()}
         )
 
 
-@jit
-def _quota_kernel(
+@helper
+def _plan_slices(
     quota_ptr,
     rail_records_ptr,
     deficit_start_ptr,
     kept_ptr,
     surplus_start_ptr,
     load_ptr,
-    bases_ptr,
-    state_ptr,
+    messages_ptr,
     rail_of_gpu_ptr,
     rail_gpus_ptr,
     eligible_ptr,
-    me,
-    notify_off,
-    word_off,
+    node,
+    ok,
     S: tl.constexpr,
     BALANCED: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    W_P: tl.constexpr,
 ):
-    """Wait for every rank's message; write quotas, kept records and loads of BLOCK_I slices.
-
-    Zeros if a message is missing when the program gives up: what never came must not become an
-    index.
+    """Write quotas, kept records and loads of BLOCK_I slices; zeros if not `ok`.
 
     Example: one slice (0, 1) on 3 rails of one GPU each, C = [5, 0, 1]: B = 6, Q = [2, 2, 2],
     kept [2, 0, 1], 3 surplus records on rail 0, deficits 0, 2, 1, load [2, 2, 2].
     """
-    me: int = i64(me)
-    node: int = me // S.G
-    w = iota(W_P)
-    word_ptrs = heap_i64(bases_ptr, me, word_off) + w
-    ok: int = wait_all(word_ptrs, mark(state_ptr, 0, S), w < S.N * S.G, w, NOTIFY, state_ptr)
-    messages_ptr = heap_i32(bases_ptr, me, area(state_ptr, notify_off, S))
-
-    i = i64(tl.program_id(0)) * BLOCK_I + iota(BLOCK_I)
+    i = (i64(tl.program_id(0)) - 1) * BLOCK_I + iota(BLOCK_I)
     other = i % S.N
     s = tl.where(i < S.N, node, other)
     d = tl.where(i < S.N, other, node)
@@ -172,34 +161,31 @@ def _quota_kernel(
     tl.store(load_ptr + offs_ig, kept + relocated, mask=store_ig)
 
 
-@jit
-def _arrivals_kernel(
+@helper
+def _plan_arrivals(
     row_start_ptr,
     received_ptr,
-    status_ptr,
     bases_ptr,
     state_ptr,
+    messages_ptr,
     expert_start_ptr,
     me,
-    notify_off,
+    verdict_off,
+    ok,
     S: tl.constexpr,
     W_P: tl.constexpr,
     EXPERTS_P: tl.constexpr,
 ):
     """Number the rows that will arrive: row_start[w, g] = rows at GPU g from ranks below w.
 
-    Zeros once the phase has failed.
+    Zeros if not `ok`. Fails the phase if the ranks' calls differ.
 
     Example: 3 ranks send 2, 0 and 5 rows to a GPU: its row_start is 0, 2, 2 and it receives 7.
     """
-    me: int = i64(me)
     node: int = me // S.G
-    messages_ptr = heap_i32(bases_ptr, me, area(state_ptr, notify_off, S))
     w = iota(W_P)
     store_w = w < S.N * S.G
-    mask_w = w < S.N * S.G * alive(state_ptr)
-    status = tl.load(messages_ptr + w * S.NOTIFY_WORDS, mask=mask_w, other=0)
-    tl.store(status_ptr + w, status, mask=store_w)
+    mask_w = w < S.N * S.G * ok
     g = iota(S.G_P)
     mask_g = g < S.G
     ptrs = messages_ptr + (w * S.NOTIFY_WORDS)[:, None] + (1 + S.N + g)[None, :]
@@ -207,8 +193,10 @@ def _arrivals_kernel(
     offs = (w * S.G)[:, None] + g[None, :]
     store_wg = store_w[:, None] & mask_g[None, :]
     tl.store(row_start_ptr + offs, cumsum(rows, 0) - rows, mask=store_wg)
-    here = (g == me % S.G)[None, :].to(tl.int64)
-    tl.store(received_ptr, tile_sum(tile_sum(rows * here, 1), 0))
+    received = tile_sum(rows, 0)
+    here: int = i64(tile_sum(tl.where(g == me % S.G, received, 0), 0))
+    tl.store(received_ptr, here)
+    tl.store(state_ptr + ROWS, here)
 
     first: int = i64(tl.load(expert_start_ptr + me))
     end: int = i64(tl.load(expert_start_ptr + me + 1))
@@ -219,6 +207,63 @@ def _arrivals_kernel(
     ptrs = messages_ptr + (w * S.NOTIFY_WORDS)[:, None] + offs_e[None, :]
     slots = tl.load(ptrs, mask=mask, other=0).to(tl.int64)
     tl.store(received_ptr + 1 + e, tile_sum(slots, 0), mask=e < S.RANK_EXPERTS)
+    compare_calls(messages_ptr, state_ptr, me, ok, S, W_P)
+    if S.BOUNDED:
+        tell_verdict(bases_ptr, state_ptr, me, verdict_off, i64(tile_max(received, 0)), S)
+
+
+@jit
+def _quota_kernel(
+    quota_ptr,
+    rail_records_ptr,
+    deficit_start_ptr,
+    kept_ptr,
+    surplus_start_ptr,
+    load_ptr,
+    row_start_ptr,
+    received_ptr,
+    num_records_ptr,
+    bases_ptr,
+    state_ptr,
+    rail_of_gpu_ptr,
+    rail_gpus_ptr,
+    eligible_ptr,
+    expert_start_ptr,
+    me,
+    notify_off,
+    word_off,
+    verdict_off,
+    S: tl.constexpr,
+    BALANCED: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    W_P: tl.constexpr,
+    EXPERTS_P: tl.constexpr,
+):
+    """Wait for every rank's message; plan what leaves this node and number what arrives.
+
+    Zeros if a message is missing when a program gives up: what never came must not become an index.
+    The first program numbers the rows, each other one plans BLOCK_I slices.
+    """
+    me: int = i64(me)
+    w = iota(W_P)
+    word_ptrs = heap_i64(bases_ptr, me, i64(word_off)) + w
+    ok: int = wait_all(word_ptrs, mark(state_ptr, 0, S), w < S.N * S.G, w, NOTIFY, state_ptr)
+    messages_ptr = heap_i32(bases_ptr, me, area(state_ptr, i64(notify_off), S))
+    if i64(tl.program_id(0)) == 0:
+        n = iota(S.N_P)
+        own = tl.load(messages_ptr + me * S.NOTIFY_WORDS + 1 + n, mask=n < S.N * ok, other=0)
+        tl.store(num_records_ptr + n, own, mask=n < S.N)
+        _plan_arrivals(
+            *(row_start_ptr, received_ptr, bases_ptr, state_ptr, messages_ptr),
+            *(expert_start_ptr, me, i64(verdict_off), ok, S, W_P, EXPERTS_P),
+        )
+    else:
+        _plan_slices(
+            *(quota_ptr, rail_records_ptr, deficit_start_ptr),
+            *(kept_ptr, surplus_start_ptr, load_ptr),
+            *(messages_ptr, rail_of_gpu_ptr, rail_gpus_ptr, eligible_ptr),
+            *(me // S.G, ok, S, BALANCED, BLOCK_I),
+        )
 
 
 def quota(
@@ -227,17 +272,21 @@ def quota(
     rail_of_gpu: torch.Tensor,
     rail_gpus: torch.Tensor,
     eligible: torch.Tensor,
+    expert_start: torch.Tensor,
     out: PlanTables,
     *,
     me: int,
     notify_off: int,
     word_off: int,
+    verdict_off: int,
     balanced: bool,
     shape: Shape,
     block_i: int,
     warps: int = 4,
 ) -> None:
-    """Wait for all messages; compute quotas, kept records and loads of this node's slices.
+    """Wait for all messages; plan this node's slices and number the rows that will arrive.
+
+    Fails the phase if the ranks' calls differ; tells the verdict of this node if rows are bounded.
 
     Args:
         bases: (W,) int64, address of every PE's heap.
@@ -245,58 +294,45 @@ def quota(
         rail_of_gpu: (G,) int32.
         rail_gpus: (R, RAIL_GPUS) int32, GPUs of each rail, ascending, -1 where there are fewer.
         eligible: (N, R) int32, 1 where the rail may carry payload between this node and another.
-        out: tables to fill (the first six).
+        expert_start: (W + 1,) int32, first expert position of each rank.
+        out: tables to fill.
         me: this PE.
         notify_off, word_off: byte offsets of the notify areas and of the words notify[rank].
+        verdict_off: byte offset of the words verdict[node].
         balanced: True for eq. 9 (`rail`, `joint`), False for native quotas.
         block_i: slices a program, a power of two; results do not depend on it.
         warps: of a program; every program waits.
 
-    Source: eq. (9), Algorithm 1 lines 1-7. References: `quota_ref`, `native_quota_ref` (quotas) and
-    `railwave.sched.assign_ref` (what each GPU keeps and puts).
+    Source: eq. (9), Algorithm 1 lines 1-7. References: `quota_ref`, `native_quota_ref` (quotas),
+    `railwave.sched.assign_ref` (what each GPU keeps and puts), `arrivals_ref`.
     """
     block_i = min(block_i, pow2(2 * shape.N))
-    _quota_kernel[(-(-2 * shape.N // block_i),)](
+    _quota_kernel[(1 + -(-2 * shape.N // block_i),)](
         *(out.quota, out.rail_records, out.deficit_start, out.kept, out.surplus_start, out.load),
-        *(bases, state, rail_of_gpu, rail_gpus, eligible, me, notify_off, word_off),
+        *(out.row_start, out.received, out.num_records),
+        *(bases, state, rail_of_gpu, rail_gpus, eligible, expert_start),
+        *(me, notify_off, word_off, verdict_off),
         S=shape,
         BALANCED=balanced,
         BLOCK_I=block_i,
         W_P=pow2(shape.N * shape.G),
-        num_warps=warps,
-    )
-
-
-def arrivals(
-    bases: torch.Tensor,
-    state: torch.Tensor,
-    expert_start: torch.Tensor,
-    out: PlanTables,
-    *,
-    me: int,
-    notify_off: int,
-    shape: Shape,
-) -> None:
-    """Number the rows that will arrive at this node (after `quota`, which waits for messages).
-
-    Args: as `quota`; expert_start: (W + 1,) int32, first expert position of each rank.
-    """
-    _arrivals_kernel[(1,)](
-        *(out.row_start, out.received, out.status, bases, state, expert_start, me, notify_off),
-        S=shape,
-        W_P=pow2(shape.N * shape.G),
         EXPERTS_P=pow2(shape.RANK_EXPERTS),
+        num_warps=warps,
+        **libraries(shape),
     )
 
 
 def arrivals_ref(
     messages: torch.Tensor, expert_start: torch.Tensor, out: PlanTables, *, me: int, shape: Shape
 ) -> None:
-    """Do what `arrivals` does, from messages (W, NOTIFY_WORDS) int32 of this node's area."""
+    """Write row_start, received and num_records.
+
+    Args: as `quota`, and messages: (W, NOTIFY_WORDS) int32 of this node's area.
+    """
     S = shape
-    _, _, rows, slots = messages.split([1, S.N, S.G, S.NODE_EXPERTS], dim=1)
+    _, records, rows, slots = messages.split([1, S.N, S.G, S.NODE_EXPERTS], dim=1)
     first, end = expert_start[me : me + 2] - expert_start[me // S.G * S.G]
-    out.status[:] = messages[:, 0]
+    out.num_records[:] = records[me]
     out.row_start[0] = 0
     out.row_start[1:] = rows.cumsum(0)[:-1]
     out.received[0] = rows[:, me % S.G].sum()

@@ -12,9 +12,23 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import helper, i64, iota, jit, tile_max
+from .lang import clamp, helper, i64, iota, jit, tile_max
+from .notify import message_tiles, send_counts
+from .nvshmem import libraries, quiet
 from .shape import Shape, pow2, row_align
-from .wire import EPOCH, NOTIFIES, ROWS_IN, alive, mark, records_in_round, share, wait_node
+from .wire import (
+    EPOCH,
+    NOTIFIES,
+    ROWS_IN,
+    alive,
+    grant_first,
+    is_last,
+    mark,
+    records_in_round,
+    share,
+    tell_node,
+    wait_node,
+)
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -91,25 +105,46 @@ def _copy_in_kernel(
     state_ptr,
     words_ptr,
     stride_words_i,
+    received_ptr,
+    recv_load_ptr,
+    rail_mates_ptr,
+    counts_ptr,
+    expert_start_ptr,
     me,
     rows_off,
-    num_rows,
+    rows_in_off,
+    grant_off,
+    notify_off,
+    word_off,
+    outbox_off,
+    grant_waves,
+    most_rows,
+    status,
     S: tl.constexpr,
     X_WORDS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
-    NOTIFIED: tl.constexpr,
+    NOTIFY: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    WORDS_P: tl.constexpr,
+    PEERS_P: tl.constexpr,
+    EXPERTS_P: tl.constexpr,
 ):
-    """Copy this PE's expert outputs into its rows region. The phase's first kernel."""
+    """Copy this PE's expert outputs into its rows region. The phase's first kernel.
+
+    The last program lets the node read the rows and grants the first waves; with NOTIFY it tells
+    all ranks the status of this one's call.
+    """
+    me: int = i64(me)
     if i64(tl.program_id(0)) == 0:
         tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
-        if NOTIFIED:
+        if NOTIFY:
             tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
-    dst = tl.load(bases_ptr + i64(me)) + rows_off
+            tl.store(counts_ptr, status)
+    dst = tl.load(bases_ptr + me) + rows_off
     dst_ptr = dst.to(tl.pointer_type(tl.int32))
-    n: int = i64(num_rows)
+    n: int = clamp(i64(tl.load(received_ptr)), 0, i64(most_rows))
     stride: int = i64(stride_words_i)
     end: int = share(n, i64(tl.program_id(0)) + 1)
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
@@ -122,6 +157,21 @@ def _copy_in_kernel(
             mask = (offs_i < end)[:, None] & (offs_w < X_WORDS)[None, :]
             words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
             tl.store(dst_rows + offs_w[None, :], words, mask=mask)
+    if is_last(state_ptr) > 0:
+        value: int = mark(state_ptr, 1, S)
+        if S.REMOTE:
+            quiet()  # `reduce` writes what the phase before was put from
+        tell_node(bases_ptr, state_ptr, me, rows_in_off, value, S)
+        grant_first(
+            *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr),
+            *(grant_off, i64(grant_waves), value, S),
+        )
+        if NOTIFY:
+            send_counts(
+                *(bases_ptr, state_ptr, counts_ptr, expert_start_ptr),
+                *(me, i64(notify_off), i64(word_off), i64(outbox_off)),
+                *(S, WORDS_P, PEERS_P, EXPERTS_P),
+            )
 
 
 @jit
@@ -129,38 +179,41 @@ def _own_kernel(
     acc_ptr,
     bases_ptr,
     state_ptr,
-    own_records_ptr,
-    record_token_ptr,
     own_rows_ptr,
     me,
     rows_off,
     rows_in_off,
+    rows_read_off,
+    num_tokens,
     S: tl.constexpr,
     H: tl.constexpr,
     DTYPE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     ENTRIES: tl.constexpr,
+    TELL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Set acc to the sum over the own node, p(s), not rounded, for tokens with rows here."""
+    """Set acc to each token's sum over the own node, p(s), not rounded: 0 without rows here."""
     me: int = i64(me)
     node: int = me // S.G
     ok: int = wait_node(bases_ptr, state_ptr, me, rows_in_off, mark(state_ptr, 1, S), ROWS_IN, S)
-    n: int = i64(tl.load(own_records_ptr + node)) * ok
+    n: int = i64(num_tokens) * ok
     end: int = share(n, i64(tl.program_id(0)) + 1)
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
-        record = i + iota(BLOCK_M)
-        mask_i = record < end
-        t = tl.load(record_token_ptr + node * S.T + record, mask=mask_i, other=0).to(tl.int64)
+        t = i + iota(BLOCK_M)
+        mask_t = t < end
         for h in range(0, H, BLOCK_H):
             offs_h = h + iota(BLOCK_H)
             total = sum_rows(
-                *(bases_ptr, own_rows_ptr, record, mask_i, offs_h),
+                *(bases_ptr, own_rows_ptr, t, mask_t, offs_h),
                 *(node, rows_off, ROW_BYTES, H, DTYPE, ENTRIES, S),
             )
-            mask = mask_i[:, None] & (offs_h < H)[None, :]
+            mask = mask_t[:, None] & (offs_h < H)[None, :]
             tl.store(acc_ptr + (t * H)[:, None] + offs_h[None, :], total, mask=mask)
+    if TELL:
+        if is_last(state_ptr) > 0:
+            tell_node(bases_ptr, state_ptr, me, rows_read_off, mark(state_ptr, 1, S), S)
 
 
 @jit
@@ -219,37 +272,60 @@ def copy_in(
     bases: torch.Tensor,
     state: torch.Tensor,
     words: torch.Tensor,
+    received: torch.Tensor,
+    recv_load: torch.Tensor,
+    rail_mates: torch.Tensor,
+    counts: torch.Tensor,
+    expert_start: torch.Tensor,
     *,
     me: int,
     rows_off: int,
+    rows_in_off: int,
+    grant_off: int,
+    notify_off: int,
+    word_off: int,
+    outbox_off: int,
     row_words: int,
-    notified: bool,
+    most_rows: int,
+    grant_waves: int,
+    status: int | None,
     shape: Shape,
     programs: int,
     block_m: int,
     block_w: int,
     warps: int = 4,
 ) -> None:
-    """Advance the epoch; copy expert outputs into this PE's rows region.
+    """Advance the epoch; copy expert outputs into this PE's rows region; let the node read them.
 
     Args:
         bases: (W,) int64, address of every PE's heap.
         state: (STATE_WORDS,) int64 of this PE.
         words: (rows, X_WORDS) int32, the outputs as words, rows at any stride.
+        received: (1, ...) int32, from the dispatch's `quota`: rows that hold something.
+        recv_load: (N, G) int32, records that each PE of each node will put to this node.
+        rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
+        counts, expert_start, notify_off, word_off, outbox_off: as `notify`.
         rows_off: byte offset of the rows region; row_words: words from one row to the next.
-        notified: a notify goes with this phase, so its number advances too.
+        rows_in_off, grant_off: byte offsets of the words rows_in[local GPU], grant[rank].
+        most_rows: copy no more; 0 where the outputs lie in the region already.
+        grant_waves: grant the first round of waves 1 to this number.
+        status: tell all ranks this of the call; None: they need not hear of it.
         programs, block_m, block_w: programs, rows a tile, words of each in it.
     """
     _copy_in_kernel[(programs,)](
-        *(bases, state, words, words.stride(0), me, rows_off, words.shape[0]),
+        *(bases, state, words, words.stride(0), received, recv_load, rail_mates),
+        *(counts, expert_start, me, rows_off, rows_in_off, grant_off),
+        *(notify_off, word_off, outbox_off, grant_waves, most_rows, status or 0),
         S=shape,
         X_WORDS=words.shape[1],
         ROW_WORDS=row_words,
-        NOTIFIED=notified,
+        NOTIFY=status is not None,
         ROW_ALIGN=row_align(words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(words.shape[1])),
         num_warps=warps,
+        **message_tiles(shape),
+        **libraries(shape),
     )
 
 
@@ -257,14 +333,14 @@ def own(
     acc: torch.Tensor,
     bases: torch.Tensor,
     state: torch.Tensor,
-    num_records: torch.Tensor,
-    record_token: torch.Tensor,
     own_rows: torch.Tensor,
     *,
     me: int,
     rows_off: int,
     row_bytes: int,
     rows_in_off: int,
+    rows_read_off: int,
+    tell: bool,
     dtype: torch.dtype,
     shape: Shape,
     programs: int,
@@ -275,22 +351,23 @@ def own(
     """Wait for the node's rows; set acc to each token's sum over its own node.
 
     Args:
-        acc: out, (T, H) float32, zero before.
-        num_records: (N,) int32, records of this rank to each node.
-        record_token: (N, S.T) int32, from `count`; own_rows: (S.T, ENTRIES) int32, from `local`.
+        acc: out, (T, H) float32.
+        own_rows: (S.T, ENTRIES) int32, from `local`.
         rows_off, row_bytes: byte offset of the rows regions, bytes from one row to the next.
-        rows_in_off: byte offset of the words rows_in[local GPU].
+        rows_in_off, rows_read_off: byte offsets of the words rows_in[local GPU], rows_read[...].
+        tell: say last that this PE has read the node's rows, since no `take` follows.
         dtype: of the rows.
     """
     hidden = acc.shape[1]
     _own_kernel[(programs,)](
-        *(acc, bases, state, num_records, record_token, own_rows),
-        *(me, rows_off, rows_in_off),
+        *(acc, bases, state, own_rows),
+        *(me, rows_off, rows_in_off, rows_read_off, acc.shape[0]),
         S=shape,
         H=hidden,
         DTYPE=DTYPES[dtype],
         ROW_BYTES=row_bytes,
         ENTRIES=own_rows.shape[-1],
+        TELL=tell,
         BLOCK_M=block_m,
         BLOCK_H=min(block_h, pow2(hidden)),
         num_warps=warps,
@@ -359,20 +436,10 @@ def _sum_rows_ref(rows: list[torch.Tensor], entries: torch.Tensor) -> torch.Tens
     return total
 
 
-def own_ref(
-    acc: torch.Tensor,
-    rows: list[torch.Tensor],
-    num_records: torch.Tensor,
-    record_token: torch.Tensor,
-    own_rows: torch.Tensor,
-    *,
-    me: int,
-    shape: Shape,
-) -> None:
+def own_ref(acc: torch.Tensor, rows: list[torch.Tensor], own_rows: torch.Tensor) -> None:
     """Do what `own` does: rows is, per local GPU, (slots, H) in the dtype of the rows."""
-    node = me // shape.G
-    for i in range(int(num_records[node])):
-        acc[int(record_token[node, i])] = _sum_rows_ref(rows, own_rows[i])
+    for t in range(len(acc)):
+        acc[t] = _sum_rows_ref(rows, own_rows[t])
 
 
 def reduce_ref(

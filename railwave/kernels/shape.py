@@ -19,6 +19,7 @@ class Shape:
     R: int
     E: int
     T: int  # the most tokens a rank may dispatch
+    N_P: int
     G_P: int
     R_P: int
     RAIL_GPUS: int  # the most GPUs of one rail
@@ -27,6 +28,8 @@ class Shape:
     RANK_EXPERTS: int  # the most experts of one rank
     RANK_SIZE: int  # expert e is on rank e // RANK_SIZE, or 0: the map says where
     NOTIFY_WORDS: int  # int32 words of a notify message
+    MAX_ROWS: int  # the most rows a rank may receive
+    BOUNDED: bool  # more rows than MAX_ROWS could come: ranks agree first that they do not
     PROXY_RECORDS: int  # the most records one proxy carries of one slice
     MAX_STEPS: int  # marks per epoch: above every step of a phase
     CHUNK: int  # the fewest records under one arrived word

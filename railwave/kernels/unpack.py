@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import column, i64, iota, jit, tile_max
+from .lang import clamp, column, i64, iota, jit, tile_max
 from .nvshmem import libraries, quiet
 from .shape import Format, Shape, pow2
 from .wire import (
@@ -21,6 +21,7 @@ from .wire import (
     chunks_of,
     grant,
     heap_i32,
+    is_last,
     mark,
     records_in_round,
     share,
@@ -44,6 +45,7 @@ def _unpack_kernel(
     arrived_off,
     grant_off,
     packed_off,
+    delivered_off,
     wave,
     first,
     step,
@@ -56,6 +58,8 @@ def _unpack_kernel(
     BLOCK_W: tl.constexpr,
 ):
     """Store the rows of the records that arrived; the first program grants the next round.
+
+    After the last round the last program says that all is delivered.
 
     Example: G = 2; a record of rank 3 with entries [8, -1] (row 4 of GPU 0) and row_start[3] =
     [10, 7] becomes row 14 of GPU 0.
@@ -115,6 +119,9 @@ def _unpack_kernel(
                     if i64(tile_max(to, 0)) > 0:
                         rows = tl.multiple_of(to.to(tl.pointer_type(tl.int32))[:, None], [16, 16])
                         tl.store(rows + offs_w[None, :], words, mask=(to > 0)[:, None] & mask_w)
+    if i64(next_wave) == 0:
+        if is_last(state_ptr) > 0:
+            tell_node(bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), S)
 
 
 @jit
@@ -124,15 +131,17 @@ def _finish_kernel(
     weights_ptr,
     bases_ptr,
     state_ptr,
+    received_ptr,
     expert_rank_ptr,
     expert_pos_ptr,
     expert_start_ptr,
     me,
     rows_off,
     delivered_off,
-    num_rows,
+    most_rows,
     S: tl.constexpr,
     F: tl.constexpr,
+    COPY: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -142,21 +151,22 @@ def _finish_kernel(
     ok: int = wait_node(
         bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), DELIVERED, S
     )
-    n: int = i64(num_rows) * ok
+    n: int = clamp(i64(tl.load(received_ptr)), 0, i64(most_rows)) * ok
     src_ptr = heap_i32(bases_ptr, me, rows_off)
     end: int = share(n, i64(tl.program_id(0)) + 1)
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         offs_i = i + iota(BLOCK_M)
         mask_i = offs_i < end
         src_ptrs = src_ptr + offs_i * F.META
-        dst_ptrs = words_ptr + offs_i * F.X_WORDS
-        src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
-        dst_rows = tl.multiple_of(dst_ptrs[:, None], [OUT_ALIGN, OUT_ALIGN])
-        for w in range(0, F.X_WORDS, BLOCK_W):
-            offs_w = w + iota(BLOCK_W)
-            mask = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
-            words = tl.load(src_rows + offs_w[None, :], mask=mask, other=0)
-            tl.store(dst_rows + offs_w[None, :], words, mask=mask)
+        if COPY:
+            dst_ptrs = words_ptr + offs_i * F.X_WORDS
+            src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
+            dst_rows = tl.multiple_of(dst_ptrs[:, None], [OUT_ALIGN, OUT_ALIGN])
+            for w in range(0, F.X_WORDS, BLOCK_W):
+                offs_w = w + iota(BLOCK_W)
+                mask_x = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
+                words = tl.load(src_rows + offs_w[None, :], mask=mask_x, other=0)
+                tl.store(dst_rows + offs_w[None, :], words, mask=mask_x)
         k = iota(F.K_P)
         mask = mask_i[:, None] & (k < F.K)[None, :]
         offs = (offs_i * F.K)[:, None] + k[None, :]
@@ -185,6 +195,7 @@ def unpack(
     arrived_off: int,
     grant_off: int,
     packed_off: int,
+    delivered_off: int,
     wave: int,
     num_peers: int,
     first: int,
@@ -209,7 +220,8 @@ def unpack(
         row_start: (W, G) int32, from `arrivals`.
         me: this PE.
         recv_off: byte offset of the round's receive buffer; one of round_records a peer.
-        rows_off, arrived_off, grant_off, packed_off: byte offsets of the rows and of the words.
+        rows_off, arrived_off, grant_off, packed_off, delivered_off: byte offsets of the rows and of
+            the words.
         wave, num_peers: the peers are nodes (own - wave - i) mod N for i < num_peers.
         first, round_records, step: as `pack`.
         next_round: (wave, first slot) of the round to grant, None after the last.
@@ -220,7 +232,7 @@ def unpack(
     next_wave, next_first = next_round or (0, 0)
     _unpack_kernel[(programs, num_peers)](
         *(in_rows, bases, state, recv_load, rail_mates, row_start),
-        *(me, recv_off, rows_off, arrived_off, grant_off, packed_off),
+        *(me, recv_off, rows_off, arrived_off, grant_off, packed_off, delivered_off),
         *(wave, first, step, next_wave, next_first),
         S=shape,
         F=fmt,
@@ -238,6 +250,7 @@ def finish(
     topk_weights: torch.Tensor,
     bases: torch.Tensor,
     state: torch.Tensor,
+    received: torch.Tensor,
     expert_rank: torch.Tensor,
     expert_pos: torch.Tensor,
     expert_start: torch.Tensor,
@@ -245,6 +258,7 @@ def finish(
     me: int,
     rows_off: int,
     delivered_off: int,
+    copy: bool = True,
     shape: Shape,
     fmt: Format,
     programs: int,
@@ -255,19 +269,23 @@ def finish(
     """Wait until the node has delivered, then copy this PE's rows into tensors of the caller's.
 
     Args:
-        words: out, (rows, X_WORDS) int32.
+        words: out, (rows, X_WORDS) int32; rows beyond those received are left as they are, here and
+            below.
         topk_idx: out, (rows, K) int32 or int64: local expert ids, -1 for experts elsewhere.
         topk_weights: out, (rows, K) float32, 0 for experts elsewhere.
+        received: (1, ...) int32, from `quota`: rows received.
         expert_rank, expert_pos, expert_start: the expert map, as in `count`.
         me: this PE.
         rows_off, delivered_off: byte offsets of the rows and of the words delivered[local GPU].
+        copy: False leaves the payload where it is, and `words` unused.
         programs, block_m, block_w: programs, rows a tile, words of each in it.
     """
     _finish_kernel[(programs,)](
-        *(words, topk_idx, topk_weights, bases, state, expert_rank, expert_pos, expert_start),
-        *(me, rows_off, delivered_off, words.shape[0]),
+        *(words, topk_idx, topk_weights, bases, state, received),
+        *(expert_rank, expert_pos, expert_start, me, rows_off, delivered_off, topk_idx.shape[0]),
         S=shape,
         F=fmt,
+        COPY=copy,
         OUT_ALIGN=16 if fmt.X_WORDS % 4 == 0 else 4,
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.X_WORDS)),

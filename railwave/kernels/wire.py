@@ -25,7 +25,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from . import nvshmem as nvshmem
 from .lang import cdiv, clamp, clock_ns, helper, i64, iota, jit, relax, tile_max, tile_min
-from .nvshmem import libraries, put_signal, quiet, settle, signal_pe
+from .nvshmem import libraries, put_signal, settle, signal_pe
 from .shape import Shape, pow2
 
 # The state of a PE: int64 (STATE_WORDS,) in its own memory.
@@ -37,10 +37,15 @@ FAILED_WORD = tl.constexpr(4)
 FAILED_PE = tl.constexpr(5)
 FAILED_SEEN = tl.constexpr(6)
 FAILED_EXPECTED = tl.constexpr(7)
-CLOCK_NS = tl.constexpr(8)  # the latest time that a waiting program has seen
-STATE_WORDS = 9
+FAILED_EPOCH = tl.constexpr(8)  # the phase that failed first
+CLOCK_NS = tl.constexpr(9)  # the latest time that a waiting program has seen
+ROWS = tl.constexpr(10)  # that this PE receives in the running dispatch
+DONE = tl.constexpr(11)  # programs of a launch that have ended, see `is_last`
+BAD_IDS = tl.constexpr(12)  # 1 if a token of the running dispatch names no expert
+STATE_WORDS = 13
 
 # The words, each with its writer and readers; an error record holds the position in this tuple.
+# The last is no word: a record of it says that a rank's call was wrong or another one.
 WORDS = (
     "notify",  # rank -> all: its message is here
     "packed",  # owner -> node: all that I owe your round is in your staging
@@ -51,6 +56,8 @@ WORDS = (
     "returned",  # proxy -> node: the sums of the round are here
     "taken",  # owner -> node: I have read your sums of the round
     "rows_read",  # ingress -> node: I have read your rows
+    "verdict",  # node -> all: the most rows of one of its ranks (`max_recv_rows` bounds them)
+    "call",
 )
 NOTIFY = tl.constexpr(0)
 PACKED = tl.constexpr(1)
@@ -61,6 +68,8 @@ ROWS_IN = tl.constexpr(5)
 RETURNED = tl.constexpr(6)
 TAKEN = tl.constexpr(7)
 ROWS_READ = tl.constexpr(8)
+VERDICT = tl.constexpr(9)
+CALL = tl.constexpr(10)
 
 
 @helper
@@ -138,6 +147,33 @@ def alive(state_ptr):
 
 
 @helper
+def fail(state_ptr, word, pe, seen, expected):
+    """End the phase: from now on nothing is moved, told or waited for. The first record is kept."""
+    if i64(tl.atomic_cas(state_ptr + FAILED, i64(0), i64(1))) == 0:
+        tl.store(state_ptr + FAILED_WORD, word)
+        tl.store(state_ptr + FAILED_PE, pe)
+        tl.store(state_ptr + FAILED_SEEN, seen)
+        tl.store(state_ptr + FAILED_EXPECTED, expected)
+        tl.store(state_ptr + FAILED_EPOCH, tl.load(state_ptr + EPOCH))
+
+
+@helper
+def is_last(state_ptr):
+    """Return 1 to the last program of a launch that comes here, else 0.
+
+    What the others stored before is visible to it, and it may say so to other PEs. Nobody waits.
+    Launches that use it must not run at the same time.
+    """
+    tl.debug_barrier()
+    programs: int = i64(tl.num_programs(0)) * i64(tl.num_programs(1))
+    before: int = i64(tl.atomic_add(state_ptr + DONE, i64(1), sem="acq_rel"))
+    last: int = i64(before == programs - 1)
+    if last > 0:
+        tl.store(state_ptr + DONE, i64(0))
+    return last
+
+
+@helper
 def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
     """Wait until every word has reached `expected`; return 1, or 0 when the phase has failed.
 
@@ -160,12 +196,7 @@ def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
             if (worst > 0) & (now > deadline):
                 who: int = i64(tile_min(tl.where(late > 0, writers, 0x7FFFFFFF), 0))
                 missing: int = i64(tile_max(tl.where(writers == who, late, 0), 0))
-                # The first program to give up keeps the record.
-                if i64(tl.atomic_cas(state_ptr + FAILED, i64(0), i64(1))) == 0:
-                    tl.store(state_ptr + FAILED_WORD, word)
-                    tl.store(state_ptr + FAILED_PE, who)
-                    tl.store(state_ptr + FAILED_SEEN, expected - missing)
-                    tl.store(state_ptr + FAILED_EXPECTED, expected)
+                fail(state_ptr, word, who, expected - missing, expected)
                 ok: int = ok * 0
     tl.debug_barrier()
     return ok
@@ -230,6 +261,26 @@ def grant(
                 due: int = i64(tl.load(recv_load_ptr + pe)) * alive(state_ptr)
                 if (due > first) & (is_mapped(bases_ptr, pe) == 0):
                     signal_pe(word, value, pe)
+
+
+@helper
+def grant_first(
+    bases_ptr,
+    state_ptr,
+    me,
+    recv_load_ptr,
+    rail_mates_ptr,
+    grant_off,
+    waves,
+    value,
+    S: tl.constexpr,
+):
+    """Let the senders of waves 1 to `waves` put their first round."""
+    for wave in range(1, waves + 1):
+        grant(
+            *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr),
+            *(grant_off, wave, 0, value, S),
+        )
 
 
 @helper
@@ -319,8 +370,6 @@ def _put_kernel(
     value: int = mark(state_ptr, i64(step), S)
     if i64(tell_taken) > 0:
         if i64(tl.program_id(0) + tl.program_id(1)) == 0:
-            if S.REMOTE:
-                quiet()  # the next reduce writes the buffer that the round before was put from
             tell_node(bases_ptr, state_ptr, me, taken_off, value - 1, S)
     n: int = records_in_round(send_load_ptr, d * S.G + local, i64(first), ROUND_RECORDS)
     if i64(wait_packed) > 0:
@@ -359,29 +408,6 @@ def _put_kernel(
                 *(num_words * 4, own_address(bases_ptr, me, word_off + c * 8), value, ingress),
             )
         tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
-
-
-@jit
-def _tell_kernel(
-    bases_ptr,
-    state_ptr,
-    recv_load_ptr,
-    rail_mates_ptr,
-    me,
-    word_off,
-    grant_off,
-    grant_waves,
-    S: tl.constexpr,
-):
-    """Tell the node that all this PE has launched so far is done; grant the first waves."""
-    me: int = i64(me)
-    value: int = mark(state_ptr, 1, S)
-    tell_node(bases_ptr, state_ptr, me, word_off, value, S)
-    for wave in range(1, i64(grant_waves) + 1):
-        grant(
-            *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr),
-            *(grant_off, wave, 0, value, S),
-        )
 
 
 def put(
@@ -439,32 +465,6 @@ def put(
         ROUND_RECORDS=round_records,
         BLOCK_W=min(block_w, pow2(round_records * record_words)),
         num_warps=warps,
-        **libraries(shape),
-    )
-
-
-def tell(
-    bases: torch.Tensor,
-    state: torch.Tensor,
-    recv_load: torch.Tensor,
-    rail_mates: torch.Tensor,
-    *,
-    me: int,
-    word_off: int,
-    grant_off: int,
-    grant_waves: int,
-    shape: Shape,
-) -> None:
-    """Set one word of a phase at every PE of the node; grant the first waves, if any.
-
-    Args:
-        recv_load: (N, G) int32, records that each PE of each node will put to this node.
-        word_off, grant_off: byte offsets of the word and of the grants.
-        grant_waves: grant the first round of waves 1 to this number.
-    """
-    _tell_kernel[(1,)](
-        *(bases, state, recv_load, rail_mates, me, word_off, grant_off, grant_waves),
-        S=shape,
         **libraries(shape),
     )
 
