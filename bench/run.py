@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--trace: {error}")
         results = schedulers.measure(trace)
-    _print(results, machine(device), options.out)
+    print_results(results, machine(device), options.out)
     return 0
 
 
@@ -79,7 +79,8 @@ def _sizes(options: argparse.Namespace, device: torch.device) -> kernels.Sizes:
     )
 
 
-def _print(results: Iterable[dict], about: dict[str, str], out: Path | None) -> None:
+def print_results(results: Iterable[dict], about: dict[str, str], out: Path | None) -> None:
+    """Print each result as a JSON line as it comes, with `about`; append it to a file, too."""
     for result in results:
         line = json.dumps({**result, **about})
         print(line, flush=True)

@@ -88,10 +88,24 @@ def traffic(config: Config, payload_mib: float, *, one_rail: bool, one_receiver:
             for i, receiver in enumerate(receivers):
                 share = (each + len(receivers) - 1 - i) // len(receivers)
                 records[node * G + gpu, receiver] = share
+    return described(config, records)
+
+
+def described(config: Config, records: torch.Tensor) -> Traffic:
+    """Describe what the ranks send by the numbers that a table is asked with.
+
+    Args:
+        config: sizes.
+        records: (W, N) int64, top-1: the tokens of each rank, by destination node.
+    """
+    topo = config.topo
+    N, G = topo.nodes, topo.gpus_per_node
     rails = torch.tensor(topo.rail_of_gpu, device="cpu")
     by_rail = torch.zeros(N, topo.rails_per_node, dtype=torch.int64, device="cpu")
-    by_rail.index_add_(1, rails, records.sum(dim=1).view(N, G))
-    demand = records.view(N, G, N).sum(dim=1)
+    away = records.clone().view(N, G, N)
+    away[range(N), :, range(N)] = 0
+    by_rail.index_add_(1, rails, away.sum(dim=2))
+    demand = away.sum(dim=1)
     pairs = [(s, d) for s in range(N) for d in range(N) if s != d]
     return Traffic(
         payload_per_gpu(demand * config.payload_bytes, G) / MIB,
@@ -161,16 +175,22 @@ def calibrate(
     return table
 
 
-def measure(rw: Communicator, point: Traffic, samples: int) -> dict[str, tuple[float, ...]]:
-    """Time dispatch and combine of a point on every path: the slowest rank's, in microseconds.
+def measure(
+    rw: Communicator,
+    point: Traffic,
+    samples: int,
+    *,
+    paths: Sequence[str] = (*PATHS, CONTROL),
+) -> dict[str, tuple[float, ...]]:
+    """Time dispatch and combine of a point on each path: the slowest rank's, in microseconds.
 
-    Collective. The paths take turns, joint twice (`CONTROL`).
+    Collective. The paths take turns, by default joint twice (`CONTROL`), after five warm-ups.
     """
-    call = _call(rw, point)
-    names = [*PATHS, CONTROL]
+    call, names = tokens(rw, point), list(paths)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(WARM_UPS + samples):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             us = _time_us(rw, call, "joint" if name == CONTROL else name)
             if turn >= WARM_UPS:
                 times[name].append(us)
@@ -187,8 +207,11 @@ def _with(
     return replace(table, anchors=table.anchors + anchors, points=(*table.points, made))
 
 
-def _call(rw: Communicator, point: Traffic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this rank's tokens: each goes to one expert, those of a node in turn."""
+def tokens(rw: Communicator, point: Traffic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what this rank dispatches at a point: x, topk_idx and topk_weights.
+
+    Each token goes to one expert, those of a node in turn.
+    """
     config, G = rw.config, rw.config.topo.gpus_per_node
     experts = []
     for node, num_tokens in enumerate(point.records[rw.rank].tolist()):
