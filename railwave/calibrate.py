@@ -184,7 +184,8 @@ def measure(
 ) -> dict[str, tuple[float, ...]]:
     """Time dispatch and combine of a point on each path: the slowest rank's, in microseconds.
 
-    Collective. The paths take turns, by default joint twice (`CONTROL`), after five warm-ups.
+    Collective. The paths take turns, by default joint twice (`CONTROL`), after five warm-ups. Time
+    is between CUDA events on a GPU, as in A.3, and of the wall clock on a CPU.
     """
     call, names = tokens(rw, point), list(paths)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -224,10 +225,32 @@ def tokens(rw: Communicator, point: Traffic) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _time_us(rw: Communicator, call: Any, path: str) -> float:
-    rw._gather(None)  # all begin together
+    """Time one dispatch and combine of the slowest rank.
+
+    All ranks begin together. On a GPU the time is that between two events of the rank's stream,
+    recorded before dispatch and after combine; on a CPU it is the wall clock's.
+    """
+
+    def run() -> None:
+        received = rw.dispatch(*call, path=path)
+        rw.combine(received.x, received.handle)
+
+    rw._gather(None)
+    on_gpu = rw.config.device.type == "cuda"
+    return max(rw._gather(_event_us(run, rw.config.device) if on_gpu else _clock_us(run)))
+
+
+def _event_us(run: Callable[[], None], device: torch.device) -> float:
+    stream = torch.cuda.current_stream(device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record(stream)
+    run()
+    ended.record(stream)
+    ended.synchronize()
+    return began.elapsed_time(ended) * 1e3
+
+
+def _clock_us(run: Callable[[], None]) -> float:
     began_s = time.perf_counter()
-    received = rw.dispatch(*call, path=path)
-    rw.combine(received.x, received.handle)
-    if rw.config.device.type == "cuda":
-        torch.cuda.synchronize(rw.config.device)
-    return max(rw._gather(time.perf_counter() - began_s)) * 1e6
+    run()
+    return (time.perf_counter() - began_s) * 1e6

@@ -103,6 +103,37 @@ def test_all_ranks_hold_the_slowest_ranks_times_of_every_path():
     assert all(len(times) == 2 and min(times) > 0 for times in samples.values())
 
 
+def test_on_a_gpu_time_is_between_events_on_the_ranks_stream(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            log.append(f"record on {stream}")
+
+        def synchronize(self):
+            log.append("synchronize")
+
+        def elapsed_time(self, other):
+            return 1.5 if other is not self else 0.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    received = SimpleNamespace(x=None, handle=None)
+    rw = SimpleNamespace(
+        config=SimpleNamespace(device=torch.device("cuda", 1)),
+        dispatch=lambda *_, path: log.append(f"dispatch {path}") or received,
+        combine=lambda *_: log.append("combine"),
+        _gather=lambda value: log.append("gather") or [value, 1000.0],
+    )
+    assert calibrate._time_us(rw, (), "rail") == 1500.0
+    record = "record on the stream of cuda:1"
+    phases = ["dispatch rail", "combine"]
+    assert log == ["gather", record, *phases, record, "synchronize", "gather"]
+
+
 def test_the_command_makes_a_table_that_it_reads_again(tmp_path):
     file = tmp_path / "table.json"
     argv = ["--nodes=2", "--gpus=1", "--hidden=8", "--payloads=0.0001", "--quick", "--out", file]
