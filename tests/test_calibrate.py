@@ -1,8 +1,13 @@
 """Calibration: the points it measures, what it keeps, and that it goes on where it stopped."""
 
+import contextlib
 import doctest
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +15,7 @@ import torch
 
 from processes import run_all
 from railwave import CostTable, Topology, calibrate
+from railwave.cli import calibrate as cli
 from railwave.config import PATHS, Config
 from railwave.retention import CONTROL
 from railwave.sched import Scales, plan
@@ -147,6 +153,57 @@ def test_the_command_makes_a_table_that_it_reads_again(tmp_path):
     assert "of 1 point(s)" in made.stdout
     result = run("calibrate", *argv)
     assert result.code == 2 and "--out must be a new file without --resume" in result.err
+
+
+def marked(mark):
+    """List the processes whose environment holds a mark, but those that have ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+def wait_until(true, timeout_s=60.0):
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until, "it did not become true in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_torchrun_and_every_rank(tmp_path, number):
+    mark = f"RAILWAVE_TEST_MARK={tmp_path}"
+    command = [sys.executable, "-m", "railwave", "calibrate", "--nodes=2", "--gpus=1"]
+    sizes = ["--hidden=8", "--payloads=0.0001", "--samples=100000", f"--out={tmp_path}/table.json"]
+    started = subprocess.Popen(
+        [*command, *sizes],
+        env={**os.environ, "RAILWAVE_TEST_MARK": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: len(marked(mark)) == 4)  # this one, torchrun and two ranks
+        time.sleep(1)
+        started.send_signal(number)
+        assert started.wait(timeout=60) == 128 + number
+        assert marked(mark) == []
+    finally:
+        if started.poll() is None:
+            started.terminate()
+            started.wait(timeout=60)
+
+
+def test_torchruns_own_exit_code_is_handed_on_and_an_ignored_signal_stays_ignored():
+    ends = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); raise SystemExit(7)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert cli._run_to_its_end([sys.executable, "-c", ends], dict(os.environ)) == 7
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

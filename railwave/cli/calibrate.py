@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from railwave.cli.options import Help, add_verbose, progress_bar
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 QUICK_SAMPLES = 5
 DEADLINE_S = 120.0
+POLL_S = 0.1  # between looks at whether torchrun has ended
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -115,7 +118,37 @@ def _under_torchrun(args: argparse.Namespace, num_ranks: int) -> int:
             again.append(f"--{name}={getattr(args, name)}")
     again += [f"--{name}" for name in ("quick", "resume", "verbose") if getattr(args, name)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run([*torchrun, *again], check=False, env=environment).returncode
+    return _run_to_its_end([*torchrun, *again], environment)
+
+
+def _run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command; end it, with all that it started, if this process is told to end.
+
+    The command hears SIGTERM whatever the signal, and in a session of its own only from here:
+    torchrun ends its ranks at the first signal, and a second one would break that off.
+
+    Returns:
+        Its exit code; 128 + n after signal n.
+    """
+    heard: list[int] = []
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in ends}
+    for number in ends:
+        if before[number] != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda n, _: heard.append(n))
+    try:
+        child = subprocess.Popen(command, env=environment, start_new_session=True)
+        try:
+            while child.poll() is None and not heard:
+                time.sleep(POLL_S)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+            child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + heard[0] if heard else child.returncode
 
 
 def _measure(args: argparse.Namespace, topo: Topology, payloads: Any, samples: int) -> int:
