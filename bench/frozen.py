@@ -114,9 +114,8 @@ def requests(config: Config, table: CostTable) -> Iterator[Traffic]:
             described(config, even + ((uneven - even) * share).round().long()) for share in BETWEEN
         ]
         for request in (*corners, *between):
-            place = (request.payload_mib, request.rho, request.kappa)
-            if place not in seen and request.payload_mib > 0:
-                seen.add(place)
+            if request.place not in seen and request.payload_mib > 0:
+                seen.add(request.place)
                 yield request
 
 

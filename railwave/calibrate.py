@@ -46,8 +46,13 @@ class Traffic:
 
     @property
     def name(self) -> str:
-        """Say the point, as `Point` holds it."""
+        """Say the point to a reader, rounded."""
         return f"{self.payload_mib:.4g} MiB, rho {self.rho:.3g}, kappa {self.kappa:.3g}"
+
+    @property
+    def place(self) -> tuple[float, float, float]:
+        """Identify the point, as `Point` and `Anchor` hold it: exactly."""
+        return self.payload_mib, self.rho, self.kappa
 
 
 def traffic(config: Config, payload_mib: float, *, one_rail: bool, one_receiver: bool) -> Traffic:
@@ -135,8 +140,8 @@ def points(config: Config, payloads_mib: Sequence[float]) -> Iterator[Traffic]:
         for one_rail in (False, True):
             for one_receiver in (False, True):
                 made = traffic(config, payload_mib, one_rail=one_rail, one_receiver=one_receiver)
-                if made.name not in seen:
-                    seen.add(made.name)
+                if made.place not in seen:
+                    seen.add(made.place)
                     yield made
 
 
@@ -151,6 +156,8 @@ def calibrate(
 ) -> CostTable:
     """Measure what the table does not hold yet; return it with the new points and anchors.
 
+    A point with fewer samples than asked for is measured again: the new samples replace the old.
+
     Collective: all ranks call it, with equal arguments but `save` and `progress`.
 
     Args:
@@ -164,11 +171,11 @@ def calibrate(
 
     Source: section 3.3 and A.3.
     """
-    done = {(p.payload_mib, p.rho, p.kappa) for p in table.points}
+    done = {_place(p) for p in table.points if _samples(p) >= samples}
     for number, point in enumerate(points(rw.config, payloads_mib)):
         if progress:
             progress(number, point.name)
-        if (point.payload_mib, point.rho, point.kappa) not in done:
+        if point.place not in done:
             table = _with(rw.config, table, point, measure(rw, point, samples))
             if save is not None:
                 table.save(save)
@@ -201,11 +208,24 @@ def measure(
 def _with(
     config: Config, table: CostTable, point: Traffic, samples_us: dict[str, tuple[float, ...]]
 ) -> CostTable:
+    """Return the table with a point just measured, and its anchor, in place of older ones."""
     verdict = judge(samples_us, relocated=point.relocated, one_wave=config.topo.nodes == 2)
-    where = (point.payload_mib, point.rho, point.kappa)
-    anchors = (Anchor(*where, verdict.path),) if verdict.path else ()
-    made = Point(*where, samples_us, verdict.reason)
-    return replace(table, anchors=table.anchors + anchors, points=(*table.points, made))
+    anchors = [Anchor(*point.place, verdict.path)] if verdict.path else []
+    made = Point(*point.place, samples_us, verdict.reason)
+    return replace(
+        table,
+        anchors=[*(a for a in table.anchors if _place(a) != point.place), *anchors],
+        points=[*(p for p in table.points if _place(p) != point.place), made],
+    )
+
+
+def _place(at: Anchor | Point) -> tuple[float, float, float]:
+    return at.payload_mib, at.rho, at.kappa
+
+
+def _samples(point: Point) -> int:
+    """Return how many samples there are of every path."""
+    return min(len(point.samples_us.get(path, ())) for path in (*PATHS, CONTROL))
 
 
 def tokens(rw: Communicator, point: Traffic) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

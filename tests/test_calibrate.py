@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,16 +82,47 @@ def test_every_point_is_kept_with_its_samples_and_good_ones_become_anchors(tmp_p
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate.calibrate(rw, empty, [0.5], save=file, progress=progress)
+        calibrate.calibrate(rw, empty, [0.5], samples=5, save=file, progress=progress)
     half = CostTable.load(file)
     assert len(half.points) == 2 and [a.path for a in half.anchors] == ["native"]
-    table = calibrate.calibrate(rw, half, [0.5], save=file, progress=progress)
+    table = calibrate.calibrate(rw, half, [0.5], samples=5, save=file, progress=progress)
     assert CostTable.load(file) == table and len(table.points) == 4
     assert [anchor.path for anchor in table.anchors] == ["native", "native"]
     assert table.points[:2] == half.points and len(set(seen)) == 4
     assert table.points[1].samples_us == measured(99.0)
     assert "less than 1.05" in table.points[1].verdict
-    assert calibrate.calibrate(rw, table, [0.5]) == table  # nothing is left to measure
+    assert calibrate.calibrate(rw, table, [0.5], samples=5) == table  # nothing is left to measure
+
+
+def test_a_point_with_fewer_samples_than_asked_for_is_measured_again(monkeypatch):
+    asked = []
+
+    def measure(rw, point, samples):
+        asked.append((point.place, samples))
+        native = (200.0 if samples == 6 else 50.0,) * samples
+        return {path: (100.0,) * samples for path in (*PATHS, CONTROL)} | dict(
+            native=native, rail=native
+        )
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    rw = SimpleNamespace(config=config())
+    table = calibrate.calibrate(rw, CostTable({}, Scales(rails=2)), [0.25], samples=5)
+    assert len(table.points) == 4 and table.anchors
+    (one, *_), asked[:] = table.points, []
+    longer = replace(one, samples_us={p: (*us, 1.0) for p, us in one.samples_us.items()})
+    table = replace(table, points=(longer, *table.points[1:]))
+    again = calibrate.calibrate(rw, table, [0.25], samples=6)
+    kept = (one.payload_mib, one.rho, one.kappa)
+    assert len(asked) == 3 and kept not in dict(asked) and {n for _, n in asked} == {6}
+    assert len(again.points) == 4 and again.points[0] == longer
+    places = {(a.payload_mib, a.rho, a.kappa) for a in again.anchors}
+    assert places <= {kept}  # the others' anchors went with their samples
+
+
+def test_points_are_told_apart_exactly():
+    two = [16.0, 16.0 + 1 / 1024]  # a token apart
+    made = list(calibrate.points(config(max_tokens_per_rank=1 << 16), two))
+    assert len({point.name for point in made}) < len({point.place for point in made}) == 8
 
 
 def measure_here(rank):

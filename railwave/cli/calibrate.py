@@ -49,7 +49,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--out", metavar="FILE", default="table.json", help="the table")
     parser.add_argument(
-        "--resume", action="store_true", help="go on with what --out holds, if it does"
+        "--resume",
+        action="store_true",
+        help="go on with what --out holds, if it does; measure points with fewer samples again",
     )
     add_verbose(parser)
 
