@@ -238,6 +238,17 @@ def test_torchruns_own_exit_code_is_handed_on_and_an_ignored_signal_stays_ignore
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("missing", cli.TORCHRUN)
+def test_half_of_torchruns_environment_is_refused_by_name(monkeypatch, missing):
+    for name in ("RANK", *cli.TORCHRUN):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv(missing)
+    result = run("calibrate")
+    assert result.code == 2 and result.out == ""
+    assert result.err.startswith(f"railwave: error: {missing} must be set where RANK is ('0')")
+    assert result.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "argv, said",
     [

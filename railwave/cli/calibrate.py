@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 QUICK_SAMPLES = 5
 DEADLINE_S = 120.0
+TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # beside RANK
 POLL_S = 0.1  # between looks at whether torchrun has ended
 
 
@@ -57,6 +58,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    _check_torchrun()
     payloads = _payloads(args)
     if os.environ.get("RANK", "0") == "0":  # who writes it
         check_writable(args.out, "--out")
@@ -70,6 +72,16 @@ def _calibrate(args: argparse.Namespace) -> int:
         _check_points(args, topo, payloads)
         return _under_torchrun(args, topo.num_ranks)
     return _measure(args, topo, payloads, samples)
+
+
+def _check_torchrun() -> None:
+    """Refuse half of torchrun's environment: who sets RANK alone meant something else."""
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        raise ValueError(
+            f"{', '.join(missing)} must be set where RANK is ({os.environ['RANK']!r}), as torchrun "
+            "sets them; unset RANK, and this command starts torchrun itself"
+        )
 
 
 def _payloads(args: argparse.Namespace) -> list[float]:
