@@ -93,11 +93,15 @@ def payloads(table: CostTable) -> list[float]:
 
 
 def sizes(table: CostTable, topo: Topology) -> dict[str, Any]:
-    """Return what a `Communicator` declares for these requests, as calibrate for its points."""
+    """Return what a `Communicator` declares for these requests, as calibrate for its points.
+
+    Staging takes whole slices; a table that was calibrated for several rounds a wave is refused.
+    """
     hidden = int(table.fingerprint["hidden"])
     most = int(max(payloads(table)) * MIB / (2 * hidden) * topo.gpus_per_node) + 1
     declared = {"num_experts": topo.num_ranks, "top_k": 1, "hidden": hidden}
-    return {**declared, "max_tokens_per_rank": most}
+    staging = max(1, topo.max_proxy_records(most))
+    return {**declared, "max_tokens_per_rank": most, "staging_records": staging}
 
 
 def requests(config: Config, table: CostTable) -> Iterator[Traffic]:

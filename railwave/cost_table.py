@@ -124,7 +124,10 @@ class CostTable:
 
 
 def fingerprint(config: Config, transport: str) -> dict[str, str]:
-    """Say what measurements of this configuration depend on.
+    """Say what may change which path is faster here.
+
+    Of staging and the most tokens only the rounds that a slice takes: they are launches that native
+    and rail are spared. Experts and top-k are left out: what they add is the same on every path.
 
     Args:
         config: sizes.
@@ -134,6 +137,7 @@ def fingerprint(config: Config, transport: str) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     barred = [tuple(place) for place in (~topo.eligible_rails).nonzero().tolist()]
     between = [(s, d, rail) for s, d, rail in barred if s != d]
+    rounds = config.rounds_per_wave
     return {
         "topology": f"{topo.nodes} nodes x {topo.gpus_per_node} GPUs",
         "rail_of_gpu": str(list(topo.rail_of_gpu)),
@@ -142,6 +146,7 @@ def fingerprint(config: Config, transport: str) -> dict[str, str]:
         "dtype": str(config.dtype),
         "device": name,
         "transport": transport,
+        "rounds_per_wave": "1" if rounds == 1 else f"{rounds} of {config.staging_records} records",
         "railwave": __version__,
         "torch": torch.__version__,
         "triton": _triton_version(),

@@ -1,5 +1,6 @@
 """Calibration: the points it measures, what it keeps, and that it goes on where it stopped."""
 
+import argparse
 import contextlib
 import doctest
 import os
@@ -18,6 +19,7 @@ from processes import run_all
 from railwave import CostTable, Topology, calibrate
 from railwave.cli import calibrate as cli
 from railwave.config import PATHS, Config
+from railwave.cost_table import fingerprint
 from railwave.retention import CONTROL
 from railwave.sched import Scales, plan
 from test_cli import run
@@ -61,6 +63,41 @@ def test_a_payload_that_no_rank_can_send_is_refused(payload_mib):
         calibrate.traffic(config(), payload_mib, one_rail=True, one_receiver=False)
     with pytest.raises(ValueError, match="topo must have at least 2 nodes to calibrate, got 1"):
         calibrate.traffic(config(nodes=1), 0.1, one_rail=True, one_receiver=False)
+
+
+@pytest.mark.parametrize(
+    "tokens, staging, rounds",
+    [
+        (8192, None, "1"),
+        (8193, None, "2 of 8192 records"),
+        (16384, None, "2 of 8192 records"),
+        (16384, 16384, "1"),
+        (4, 1 << 20, "1"),
+        (64, 16, "4 of 16 records"),
+    ],
+)
+def test_a_table_is_of_the_rounds_that_a_slice_takes(tokens, staging, rounds):
+    here = config(max_tokens_per_rank=tokens, staging_records=staging)
+    assert fingerprint(here, "wire")["rounds_per_wave"] == rounds
+    more = config(max_tokens_per_rank=tokens, staging_records=staging, num_experts=64, top_k=8)
+    assert fingerprint(more, "wire") == fingerprint(here, "wire")
+
+
+@pytest.mark.parametrize(
+    "argv, rounds",
+    [
+        (["--payloads=64"], "1"),  # 4,682 tokens a GPU, 37,450 where all are on one rail
+        (["--payloads=1", "--max-tokens=16384", "--staging-records=8192"], "2 of 8192 records"),
+    ],
+)
+def test_the_command_measures_whole_slices_or_what_it_is_told(argv, rounds):
+    parser = argparse.ArgumentParser()
+    cli.add_command(parser.add_subparsers())
+    args = parser.parse_args(["calibrate", "--nodes=4", "--gpus=8", *argv])
+    topo = cli._topology(args)
+    sizes = cli._sizes(args, topo, cli._payloads(args))
+    here = Config(topo, dtype=torch.bfloat16, **sizes)
+    assert fingerprint(here, "wire")["rounds_per_wave"] == rounds
 
 
 def measured(native):
@@ -259,6 +296,9 @@ def test_half_of_torchruns_environment_is_refused_by_name(monkeypatch, missing):
         (["--hidden=0"], "--hidden must be at least 1, got 0"),
         (["--nodes=1"], "topo must have at least 2 nodes to calibrate, got 1"),
         (["--payloads=1e-9"], "payload_mib must give a rank 1 to"),
+        (["--max-tokens=0"], "--max-tokens must be at least 1, got 0"),
+        (["--max-tokens=1"], "payload_mib must give a rank 1 to max_tokens_per_rank = 1 tokens"),
+        (["--staging-records=0"], "--staging-records must be at least 1, got 0"),
         (["--rails=0"], "rails_per_node must be at least 1"),
     ],
 )

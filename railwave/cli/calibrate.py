@@ -44,6 +44,16 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         metavar="B,...",
         help="mean bytes that a GPU sends to other nodes, in MiB, a comma list",
     )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="most tokens of a rank, as the program declares (default: what the payloads need)",
+    )
+    parser.add_argument(
+        "--staging-records",
+        type=int,
+        help="as the program declares (default: whole slices, as up to 8192 records by default)",
+    )
     parser.add_argument("--samples", type=int, default=20, help="of each path at each point")
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_SAMPLES} samples, the first payload alone"
@@ -108,8 +118,13 @@ def _sizes(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> d
     hidden = check_positive_int(args.hidden, "--hidden")
     # All on one rail, a GPU there sends what all GPUs of its node would.
     most = int(max(payloads) * MIB / (2 * hidden) * topo.gpus_per_node) + 1
+    if args.max_tokens is not None:
+        most = check_positive_int(args.max_tokens, "--max-tokens")
+    staging = max(1, topo.max_proxy_records(most))
+    if args.staging_records is not None:
+        staging = check_positive_int(args.staging_records, "--staging-records")
     sizes = {"num_experts": topo.num_ranks, "top_k": 1, "hidden": hidden}
-    return {**sizes, "max_tokens_per_rank": most}
+    return {**sizes, "max_tokens_per_rank": most, "staging_records": staging}
 
 
 def _check_points(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> None:
@@ -127,9 +142,10 @@ def _under_torchrun(args: argparse.Namespace, num_ranks: int) -> int:
     """Start this command again, as so many ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     again = ["-m", "railwave", "calibrate"]
-    for name in ("nodes", "gpus", "rails", "hidden", "payloads", "samples", "out"):
+    sizes = ("nodes", "gpus", "rails", "hidden", "payloads", "max_tokens", "staging_records")
+    for name in (*sizes, "samples", "out"):
         if getattr(args, name) is not None:
-            again.append(f"--{name}={getattr(args, name)}")
+            again.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
     again += [f"--{name}" for name in ("quick", "resume", "verbose") if getattr(args, name)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     return _run_to_its_end([*torchrun, *again], environment)
