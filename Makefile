@@ -39,9 +39,9 @@ GPU_SITE := .whl/site
 GPU_ENV = PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) OMP_NUM_THREADS=1 \
 	NVSHMEM_REMOTE_TRANSPORT=none NVSHMEM_DISABLE_NVLS=1 \
 	NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=1
-SHARD ?= 1 2 3
+SHARD ?= 1 2 3 4
 
-test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2 or 3: a part)
+test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2, 3: a part; 4: one PE per GPU)
 	@$(GPU_ENV) $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { \
 		echo "make: '$(PYTHON)' has no torch that finds a GPU; name one: make test-gpu PYTHON=..." \
 			>&2; exit 1; }
@@ -51,10 +51,13 @@ test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2 
 		1) $(GPU_ENV) RAILWAVE_TEST_DEVICE=cuda timeout 480 $(PYTHON) -m pytest -n 12 \
 			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
 			tests/test_world_results.py tests/test_world_waves.py ;; \
-		2) $(GPU_ENV) timeout 480 $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k "not full_size" \
+		2) $(GPU_ENV) timeout 480 $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu \
+			-k "not full_size and not one_per_gpu" \
 			tests/test_gpu.py ;; \
 		3) $(GPU_ENV) timeout 480 $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu -k full_size \
 			tests/test_gpu.py ;; \
+		4) $(GPU_ENV) NCCL_NVLS_ENABLE=0 timeout 480 $(PYTHON) -m pytest -rs -m gpu \
+			-k one_per_gpu tests/test_gpu.py ;; \
 		esac || exit; done
 
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0

@@ -1,6 +1,6 @@
 """One process per PE on GPUs, through NVSHMEM: the bits of the CPU, on both dialects of the wire.
 
-`make test-gpu` runs these, under MPS where PEs share a GPU.
+`make test-gpu` runs these: under MPS, PEs sharing GPUs; those with one PE per GPU without it.
 """
 
 import os
@@ -17,6 +17,9 @@ from worlds import bytes_equal, make_batch, make_outs
 
 pytestmark = pytest.mark.gpu
 WIRES = [None, "nvshmem"]
+GPUS = torch.cuda.device_count()
+several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs several GPUs, found {GPUS}")
+NODES_GPUS = [(GPUS, 1), (1, GPUS)]
 
 
 def init(topo, rank, **arguments):
@@ -43,9 +46,17 @@ def test_every_path_gives_the_bits_of_the_reference(nodes, gpus, wire):
     run_all(every_path, nodes * gpus, nodes, gpus, wire, timeout_s=200, fresh=nodes * gpus <= 8)
 
 
-def wrong_and_late(rank, wire):
+@several_gpus
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("nodes, gpus", NODES_GPUS, ids=["nodes", "node"])
+def test_every_path_gives_the_bits_of_the_reference_one_per_gpu(nodes, gpus, wire):
+    run_all(every_path, GPUS, nodes, gpus, wire, timeout_s=200)
+
+
+def wrong_and_late(rank, nodes, gpus, wire):
     """Errors reach every rank; a rank that does not come is named; reset brings all back."""
-    rw = init(railwave.Topology(2, 4, 4), rank, wire=wire, deadline_s=4)
+    rw = init(railwave.Topology(nodes, gpus, gpus), rank, wire=wire, deadline_s=4)
+    late = nodes * gpus - 2
     batch = make_batch(rw, 4)
     mine = [values[rank] for values in batch.arguments]
     if rank == 1:
@@ -58,10 +69,10 @@ def wrong_and_late(rank, wire):
         rw.dispatch(*mine, path="native" if rank == 1 else "joint")
     handle = dispatch(rw, batch, "joint")
     dist.barrier()
-    if rank != 6:
+    if rank != late:
         with pytest.raises(railwave.PeerTimeoutError) as caught:
             rw.combine(mine[0][:0].new_zeros(handle.num_rows, 8), handle)
-        assert caught.value.missing == (6,), caught.value
+        assert caught.value.missing == (late,), caught.value
     dist.barrier()
     assert rw.reset() == 3
     outs = make_outs(batch)
@@ -72,7 +83,14 @@ def wrong_and_late(rank, wire):
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_errors_reach_every_rank_and_an_absent_rank_is_named(wire):
-    run_all(wrong_and_late, 8, wire, timeout_s=200)
+    run_all(wrong_and_late, 8, 2, 4, wire, timeout_s=200)
+
+
+@several_gpus
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("nodes, gpus", NODES_GPUS, ids=["nodes", "node"])
+def test_errors_reach_every_rank_one_per_gpu(nodes, gpus, wire):
+    run_all(wrong_and_late, GPUS, nodes, gpus, wire, timeout_s=200)
 
 
 class Big:
@@ -130,3 +148,10 @@ def big_phases(rank, nodes, ranks, tokens, hidden, num_phases, wire):
 def test_200_phases_back_to_back_at_full_size(nodes, wire):
     num_phases = int(os.environ.get("RAILWAVE_TEST_PHASES", "200"))
     run_all(big_phases, 8, nodes, 8, 4096, 7168, num_phases, wire, timeout_s=220)
+
+
+@several_gpus
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("nodes", [GPUS, 1], ids=["nodes", "node"])
+def test_40_phases_back_to_back_one_per_gpu(nodes, wire):
+    run_all(big_phases, GPUS, nodes, GPUS, 4096, 7168, 40, wire, timeout_s=220)
