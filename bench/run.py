@@ -2,6 +2,7 @@
 
 python -m bench.run kernels --out results.jsonl
 python -m bench.run schedulers --trace FOLDER
+python -m bench.run multigpu --out results.jsonl
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench import kernels, routed, schedulers
+from bench import kernels, multigpu, routed, schedulers
 from railwave._check import check_device
 
 
@@ -41,14 +43,21 @@ def main(argv: list[str] | None = None) -> int:
         "--trace", type=Path, default=None, help="folder of a recorded trace of 16 ranks"
     )
     _add_out(command)
+    _add_multigpu(commands)
     options = parser.parse_args(argv)
     device = torch.device("cpu")
-    if options.command == "kernels":
+    if options.command in ("kernels", "multigpu"):
         try:
             device = check_device(options.device)
         except ValueError as error:
             parser.error(f"--{error}; --device cpu runs the kernels interpreted")
+    if options.command == "kernels":
         results = kernels.measure(_sizes(options, device))
+    elif options.command == "multigpu":
+        try:
+            results = multigpu.measure(_multigpu_sizes(options), options.time_limit)
+        except ValueError as error:
+            parser.error(str(error))
     else:
         try:
             trace = options.trace and routed.read_trace(options.trace)
@@ -70,6 +79,38 @@ def machine(device: torch.device) -> dict[str, str]:
 
 def _add_out(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, default=None, help="append to this file as well")
+
+
+def _add_multigpu(commands: Any) -> None:
+    command = commands.add_parser("multigpu", help="one process per GPU, against NCCL and copies")
+    command.add_argument("--gpus", type=int, default=None, help="default: all")
+    command.add_argument("--tokens", type=int, nargs="+", default=[128, 4096, 16384])
+    command.add_argument("--hidden", type=int, default=7168)
+    command.add_argument("--experts", type=int, default=64)
+    command.add_argument("--top-k", type=int, default=8)
+    command.add_argument(
+        "--layout", choices=("nodes", "node"), default=None, help="each GPU its own node, or one"
+    )
+    command.add_argument("--samples", type=int, default=30)
+    command.add_argument("--time-limit", type=float, default=480.0, help="seconds, for all")
+    command.add_argument("--device", default="cuda")
+    _add_out(command)
+
+
+def _multigpu_sizes(options: argparse.Namespace) -> multigpu.Sizes:
+    on_gpu, found = options.device != "cpu", torch.cuda.device_count()
+    gpus = options.gpus or (found if on_gpu else 2)
+    if gpus < 2 or (on_gpu and gpus > found):
+        raise ValueError(f"--gpus must be 2 or more, on GPUs at most {found}, got {gpus}")
+    if options.experts % gpus or options.top_k > options.experts:
+        raise ValueError(f"--experts must be a multiple of {gpus} and at least --top-k")
+    if options.samples < 2:
+        raise ValueError(f"--samples must be 2 or more, got {options.samples}")
+    return multigpu.Sizes(
+        *(gpus, tuple(options.tokens), options.hidden, options.experts, options.top_k),
+        *((options.layout,) if options.layout else ("nodes", "node"),),
+        *(options.samples, "cuda" if on_gpu else "cpu"),
+    )
 
 
 def _sizes(options: argparse.Namespace, device: torch.device) -> kernels.Sizes:

@@ -39,6 +39,32 @@ def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path, monkeypat
     assert results["quota"]["nodes"] == 3
 
 
+def test_one_process_a_gpu_is_measured_against_its_peers_also_without_gpus(capsys):
+    sizes = ["--gpus", "2", "--tokens", "8", "--hidden", "16", "--experts", "4"]
+    once = ["--top-k", "2", "--samples", "2", "--device", "cpu", "--time-limit", "100"]
+    assert run.main(["multigpu", *sizes, *once]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["left_out"] for r in results if "left_out" in r] == ["vdev_2d", "copies", "graphs"]
+    timed = [r for r in results if "left_out" not in r]
+    forms = [
+        *(("dispatch", "copy"), ("combine", "copy"), ("dispatch", "all_to_all_single")),
+        *(("dispatch", "all_to_all_single, x alone"), ("combine", "all_to_all_single")),
+    ]
+    assert [(r["layout"], r["phase"], r["form"]) for r in timed] == [
+        (layout, *form) for layout in ("nodes", "node") for form in forms
+    ]
+    for result in timed:
+        assert 0 < result["min_us"] <= result["median_us"] <= result["p95_us"]
+        assert 0 < result["bytes"] <= result["tokens"] * 16 * 2
+
+
+def test_processes_that_take_too_long_are_ended_and_said_to(capsys):
+    sizes = ["--gpus", "2", "--tokens", "8", "--hidden", "16", "--device", "cpu"]
+    with pytest.raises(RuntimeError, match="nodes node: the time limit is past"):
+        run.main(["multigpu", *sizes, "--time-limit", "0.5"])
+    assert "left_out" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused_and_no_file_touched(capsys, tmp_path):
     out = tmp_path / "results.jsonl"
