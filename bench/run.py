@@ -3,6 +3,7 @@
 python -m bench.run kernels --out results.jsonl
 python -m bench.run schedulers --trace FOLDER
 python -m bench.run multigpu --out results.jsonl
+python -m bench.run exchange --pes 8
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench import kernels, multigpu, routed, schedulers
+from bench import exchange, kernels, multigpu, routed, schedulers
 from railwave._check import check_device
 
 
@@ -44,9 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     _add_out(command)
     _add_multigpu(commands)
+    command = commands.add_parser("exchange", help="dispatch and combine, a process a PE")
+    exchange.add_arguments(command)
+    _add_out(command)
     options = parser.parse_args(argv)
     device = torch.device("cpu")
-    if options.command in ("kernels", "multigpu"):
+    if options.command in ("kernels", "multigpu", "exchange"):
         try:
             device = check_device(options.device)
         except ValueError as error:
@@ -58,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
             results = multigpu.measure(_multigpu_sizes(options), options.time_limit)
         except ValueError as error:
             parser.error(str(error))
+    elif options.command == "exchange":
+        if not exchange.is_rank():
+            return exchange.start(options, sys.argv[1:] if argv is None else argv)
+        results = exchange.measure(options, device)
     else:
         try:
             trace = options.trace and routed.read_trace(options.trace)

@@ -1,5 +1,6 @@
 """Benchmarks run; what they measure is no matter of a test."""
 
+import doctest
 import json
 import os
 import stat
@@ -7,7 +8,7 @@ import stat
 import pytest
 import torch
 
-from bench import kernels, mps, run
+from bench import floor, kernels, mps, run, sampling, vdev
 
 
 def test_the_kernels_are_measured_one_json_line_each(capsys, tmp_path, monkeypatch):
@@ -63,6 +64,25 @@ def test_processes_that_take_too_long_are_ended_and_said_to(capsys):
     with pytest.raises(RuntimeError, match="nodes node: the time limit is past"):
         run.main(["multigpu", *sizes, "--time-limit", "0.5"])
     assert "left_out" in capsys.readouterr().out
+
+
+def test_the_exchange_is_measured_by_a_process_a_pe(tmp_path):
+    out = tmp_path / "results.jsonl"
+    sizes = ["--pes", "2", "--tokens", "8", "--hidden", "16", "--experts", "4", "--paths", "joint"]
+    once = ["--samples", "2", "--device", "cpu", "--out", str(out)]
+    assert run.main(["exchange", *sizes, *once]) == 0
+    peer, *results = map(json.loads, out.read_text().splitlines())
+    assert peer["form"] == "all_to_all_vdev_2d" and peer["skipped"] == "no GPU"
+    assert [result["phase"] for result in results] == ["dispatch", "combine", "both"]
+    for result in results:
+        assert 0 < result["min_us"] <= result["median_us"] <= result["p95_us"] <= result["p99_us"]
+        assert result["samples"] == 2 and (result["pes"], result["nodes"]) == (2, 2)
+
+
+@pytest.mark.parametrize("module", [floor, vdev, sampling])
+def test_the_numbers_of_a_docstring_are_right(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

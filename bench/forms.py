@@ -1,0 +1,279 @@
+"""The forms of a dispatch and a combine, as one rank measures them together with the others.
+
+See `bench/exchange.py`. Letters: T tokens, H hidden, K top-k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import railwave
+from bench import vdev
+from bench.floor import Counts, counts_of, floor_bytes
+from bench.sampling import (
+    Step,
+    Timed,
+    barrier,
+    captured,
+    first,
+    gather,
+    slowest,
+    summary,
+    take_samples,
+)
+from bench.timeline import WARM_UPS, kernels_of
+from bench.timing import device_copy_launch, empty_launch, time_launches
+
+TOP_K = 8
+NODES = {1: 1, 32: 4}  # of so many PEs; else 2
+SERVING_TOKENS = 128  # up to here a graph is set beside one of empty launches
+COPY_BYTES = 1 << 30
+HOST_SAMPLES = 50
+PLANNING = ("_count", "_notify", "_forward", "_describe", "_quota", "_arrivals", "_match")
+STATIC = {"static_shapes": True, "out": "view"}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's tokens and where they go."""
+
+    x: torch.Tensor  # (T, H) bfloat16
+    topk_idx: torch.Tensor  # (T, K) int64
+    topk_weights: torch.Tensor  # (T, K) float32
+    num_ranks: torch.Tensor  # (T, 1) int64, ranks of each token: combine gives x times that
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Return what dispatch takes."""
+        return self.x, self.topk_idx, self.topk_weights
+
+
+class World:
+    """One communicator, for one number of experts and of tokens."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        device: torch.device,
+        experts: int,
+        tokens: int,
+    ) -> None:
+        nodes = NODES.get(options.pes, 2)
+        gpus = options.pes // nodes
+        self.options, self.device = options, device
+        self.peer: vdev.Buffers | None = None
+        self.experts, self.tokens, self.on_gpu = experts, tokens, device.type == "cuda"
+        self.topo = railwave.Topology(nodes, gpus, gpus)
+        self.rank, self.top_k = dist.get_rank(), min(TOP_K, experts)
+        draw = torch.Generator().manual_seed(self.rank)
+        topk_idx = torch.rand(tokens, experts, generator=draw).topk(self.top_k).indices
+        self.ranks = topk_idx * options.pes // experts
+        self.topk_idx = topk_idx.to(device)
+        bound = {}
+        if options.pes > vdev.MAX_PES:  # the worst case of all of them does not fit one GPU
+            per_rank = sum(torch.tensor(rows) for rows in gather(self._rows_to_ranks().tolist()))
+            bound["max_recv_rows"] = int(per_rank.max())
+        self.rw = railwave.Communicator(
+            self.topo,
+            num_experts=experts,
+            top_k=self.top_k,
+            hidden=max(options.hidden),
+            max_tokens_per_rank=tokens,
+            paths=options.paths,
+            device=device,
+            deadline_s=60,
+            **bound,
+        )
+
+    def _rows_to_ranks(self) -> torch.Tensor:
+        held = torch.zeros(self.tokens, self.topo.num_ranks, dtype=torch.int64)
+        return held.scatter_(1, self.ranks, 1).sum(dim=0)
+
+    def results(self, hidden: int) -> Iterator[dict[str, Any]]:
+        """Measure all forms and paths at one hidden size."""
+        if self.on_gpu:
+            barrier(self.device)
+            torch.cuda.empty_cache()  # of the graphs before
+        batch = self._batch(hidden)
+        timed = [self._eager(batch, path) for path in self.options.paths]
+        copy_gbs = None
+        if self.on_gpu:
+            timed += [self._static(batch, path) for path in self.options.paths]
+            # All that runs beside the phases is loaded now, see bench/mps.py.
+            copy_gbs = self._copy_gbs()
+            launches = {path: self._launches(batch, path) for path in self.options.paths}
+            for path in self.options.paths:
+                timed += self._graphs(batch, path)
+                if self.tokens <= SERVING_TOKENS:
+                    timed.append(self._empties(path, launches[path]))
+            if self.peer:
+                run = vdev.make_dispatch(self.peer, batch.x, batch.topk_idx, self.experts)
+                timed.append(Timed({"form": "all_to_all_vdev_2d"}, {"dispatch": run}))
+        about = {
+            **{"pes": self.topo.num_ranks, "nodes": self.topo.nodes},
+            **{"experts": self.experts, "top_k": self.top_k},
+            **{"tokens": self.tokens, "hidden": hidden, "dtype": "bfloat16"},
+        }
+        floors = self._floors(hidden)
+        samples = take_samples(timed, self.options.samples, self.device)
+        for one, by_phase in zip(timed, samples, strict=True):
+            for phase, samples_us in by_phase.items():
+                result = {**about, **one.about, "phase": phase, **summary(samples_us)}
+                if copy_gbs and one.floor in floors:
+                    floor_us = floors[one.floor][phase] / copy_gbs / 1e3
+                    result |= {"floor_us": round(floor_us, 2), "copy_gbs": round(copy_gbs, 1)}
+                    result["of_floor"] = round(floor_us / result["median_us"], 4)
+                yield result
+        if self.on_gpu:
+            for path in self.options.paths:
+                host = {"form": "static", "phase": "launch a dispatch, host", "path": path}
+                yield {**about, **host, **summary(self._host(batch, path))}
+                yield from ({**about, "path": path, **line} for line in launches[path])
+
+    def _batch(self, hidden: int) -> Batch:
+        draw = torch.Generator().manual_seed(self.rank)
+        x = torch.randn(self.tokens, hidden, generator=draw).bfloat16().to(self.device)
+        weights = torch.full(self.topk_idx.shape, 1 / self.top_k, device=self.device)
+        held = torch.zeros(self.tokens, self.topo.num_ranks, dtype=torch.int64)
+        num_ranks = held.scatter_(1, self.ranks, 1).sum(dim=1, keepdim=True)
+        return Batch(x, self.topk_idx, weights, num_ranks.to(self.device))
+
+    def _floors(self, hidden: int) -> dict[str, dict[str, int]]:
+        """Return the bytes of all PEs by phase: where rows are copied out and in, and of a view."""
+        counts = Counts.total(gather(counts_of(self.ranks, self.topo, self.rank)))
+        sizes = {"payload_bytes": 2 * hidden, "top_k": self.top_k}
+        sizes["gpus_per_node"] = self.topo.gpus_per_node
+        floors = {}
+        for name, copied in (("copied", True), ("view", False)):
+            by_stage = floor_bytes(counts, copied=copied, **sizes)
+            floor = {phase: sum(stages.values()) for phase, stages in by_stage.items()}
+            floors[name] = {**floor, "both": sum(floor.values())}
+        return floors
+
+    def _pair(self, batch: Batch, path: str, **how: Any) -> dict[str, Step]:
+        """Return the two phases as steps, checked once."""
+        got = {}
+
+        def dispatch() -> None:
+            got["received"] = self.rw.dispatch(*batch.arguments, path=path, **how)
+
+        def combine() -> None:
+            got["y"] = self.rw.combine(got["received"].x, got["received"].handle)
+
+        dispatch()
+        combine()
+        self._check(batch, got["y"], f"{path} {how}")
+        return {"dispatch": dispatch, "combine": combine}
+
+    def _eager(self, batch: Batch, path: str) -> Timed:
+        return Timed({"path": path, "form": "eager"}, self._pair(batch, path), "copied")
+
+    def _static(self, batch: Batch, path: str) -> Timed:
+        return Timed({"path": path, "form": "static"}, self._pair(batch, path, **STATIC), "view")
+
+    def _graphs(self, batch: Batch, path: str) -> list[Timed]:
+        """Capture a dispatch, a combine of it, and both."""
+        received = y = None
+
+        def dispatch() -> None:
+            nonlocal received
+            received = self.rw.dispatch(*batch.arguments, path=path, **STATIC)
+
+        def combine() -> None:
+            nonlocal y
+            y = self.rw.combine(received.x, received.handle)
+
+        def both() -> None:
+            dispatch()
+            combine()
+
+        about, timed = {"path": path, "form": "graph"}, []
+        for phase, run in (("dispatch", dispatch), ("combine", combine), ("both", both)):
+            # A graph keeps the memory that it writes: the second reads the first's handle there.
+            timed.append(Timed(about, {phase: captured(run)}, "view"))
+            barrier(self.device)
+            timed[-1].steps[phase]()
+            if phase != "dispatch":
+                self._check(batch, y, f"{path} in a graph: {phase}")
+        return timed
+
+    def _empties(self, path: str, lines: list[dict[str, Any]]) -> Timed:
+        """Capture as many empty launches as a dispatch and a combine have, without waits."""
+        count = sum(line["launches"] for line in lines)
+        launch = empty_launch(self.device)
+
+        def run() -> None:
+            for _ in range(count):
+                launch()
+
+        launch()
+        about = {"path": path, "form": f"graph of {count} empty launches, no waits"}
+        return Timed(about, {"empty": captured(run)})
+
+    def _check(self, batch: Batch, y: torch.Tensor, what: str) -> None:
+        """Compare a combine of unchanged rows: x times its ranks, rounded twice on the way."""
+        barrier(self.device)  # no phase may wait while this loads its kernels
+        want = batch.x.float() * batch.num_ranks
+        right = torch.allclose(y.float(), want, rtol=2**-6, atol=0.0)
+        bad = [rank for rank, ok in enumerate(gather(right)) if not ok]
+        if bad:
+            raise RuntimeError(f"{what}: combine gave wrong sums at ranks {bad}")
+
+    def _launches(self, batch: Batch, path: str) -> list[dict[str, Any]]:
+        """Count launches, and share the time out, of each phase: by the profiler, at rank 0."""
+        steps, lines = self._pair(batch, path, **STATIC), []
+        for phase, run in steps.items():
+            barrier(self.device)
+            if self.rank == 0:
+                kernels = kernels_of(run, self.device)
+                lines.append({"form": "static", "phase": phase, **_shares(kernels)})
+            else:
+                for _ in range(WARM_UPS + 1):  # as many as `kernels_of` runs
+                    run()
+            barrier(self.device)
+        return gather(lines)[0]
+
+    def _host(self, batch: Batch, path: str) -> list[float]:
+        """Time the call of a dispatch alone, at the slowest PE, in microseconds."""
+        steps, times = self._pair(batch, path, **STATIC), []
+        for _ in range(HOST_SAMPLES + WARM_UPS):
+            barrier(self.device)
+            began_s = time.perf_counter()
+            steps["dispatch"]()
+            times.append((time.perf_counter() - began_s) * 1e6)
+            steps["combine"]()
+        return slowest(times[WARM_UPS:])
+
+    def _copy_gbs(self) -> float:
+        """Measure bytes read and written per nanosecond by one process, the others idle."""
+        barrier(self.device)
+        rate = 0.0
+        if self.rank == 0:
+            launch = device_copy_launch(self.device, COPY_BYTES)
+            timing = time_launches(launch, self.device, repeats=5, samples=10)
+            rate = COPY_BYTES / timing.median_us / 1e3
+        return first(rate)
+
+
+def _shares(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    """Share the time of kernels out by name: its waits are in a kernel's time."""
+    total = sum(one["us"] for one in kernels)
+    by_name: dict[str, float] = {}
+    for one in kernels:
+        name = one["kernel"][:60]
+        by_name[name] = by_name.get(name, 0.0) + one["us"]
+    planning = sum(us for name, us in by_name.items() if name.startswith(PLANNING))
+    return {
+        "launches": len(kernels),
+        "counted_by": "torch.profiler, kernels, copies and fills",
+        "kernels_us": round(total, 1),
+        "planning_share": round(planning / total, 4) if total else 0.0,
+        "shares": {name: round(us / total, 4) for name, us in by_name.items()},
+    }
