@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 import railwave
 from processes import run_all
 from railwave.config import PATHS
+from railwave.reference import combine_ref
 from test_processes import combine, dispatch
-from worlds import bytes_equal, make_batch, make_outs
+from worlds import bits_equal, bytes_equal, make_batch, make_outs
 
 pytestmark = pytest.mark.gpu
 WIRES = [None, "nvshmem"]
@@ -155,3 +157,205 @@ def test_200_phases_back_to_back_at_full_size(nodes, wire):
 @pytest.mark.parametrize("nodes", [GPUS, 1], ids=["nodes", "node"])
 def test_40_phases_back_to_back_one_per_gpu(nodes, wire):
     run_all(big_phases, GPUS, nodes, GPUS, 4096, 7168, 40, wire, timeout_s=220)
+
+
+# Static shapes and graphs
+
+
+class Replayed:
+    """One rank's buffers of a captured dispatch and combine, and what a replay must give.
+
+    x holds small integers, so that the sum of a token's rows, its number of ranks times x, is exact
+    in bfloat16. Every rank draws all ranks' tokens; all is computed on the GPU, by the same kernels
+    each time: they are loaded before any replay (see bench/mps.py).
+    """
+
+    def __init__(self, rw, tokens, hidden, top_k):
+        self.rw, self.ranks = rw, rw.config.topo.num_ranks
+        self.draw = torch.Generator("cuda").manual_seed(0)
+        self.x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+        self.ids = torch.zeros(tokens, top_k, dtype=torch.int64, device="cuda")
+        self.weights = torch.ones(tokens, top_k, device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def refill(self):
+        """Draw new tokens and new routing, some of it nowhere."""
+        options = {"generator": self.draw, "device": "cuda"}
+        shape = (self.ranks, *self.ids.shape)
+        self.all_ids = torch.randint(-1, self.rw.config.num_experts, shape, **options)
+        self.all_x = torch.randint(-8, 9, (self.ranks, *self.x.shape), **options).bfloat16()
+        self.x.copy_(self.all_x[self.rw.rank])
+        self.ids.copy_(self.all_ids[self.rw.rank])
+
+    def check(self, received, y):
+        """Add to `wrong` what differs, with no word to the host."""
+        each = self.rw.config.num_experts // self.ranks
+        home = torch.where(self.all_ids >= 0, self.all_ids // each, -1)
+        here = (home == self.rw.rank).any(dim=2).flatten()
+        place = torch.where(here, here.cumsum(0) - 1, len(received.x))
+        want = torch.zeros(len(received.x) + 1, self.x.shape[1], device="cuda").bfloat16()
+        want[place] = self.all_x.flatten(0, 1)
+        count = here.sum()
+        came = (torch.arange(len(received.x), device="cuda") < count)[:, None]
+        self.wrong += ((received.x != want[:-1]) & came).sum()
+        self.wrong += received.num_rows != count
+        held = torch.zeros(len(self.x), self.ranks + 1, device="cuda")
+        mine = home[self.rw.rank]
+        held.scatter_(1, torch.where(mine >= 0, mine, self.ranks), 1.0)
+        num_ranks = held[:, :-1].sum(dim=1, keepdim=True)
+        self.wrong += (y != (self.x.float() * num_ranks).bfloat16()).sum()
+
+
+def replays(rank, nodes, num_replays, wire, more):
+    """Capture a dispatch and a combine; replay them with other tokens, routing and counts."""
+    ranks = 8
+    rw = init(
+        railwave.Topology(nodes, ranks // nodes, ranks // nodes),
+        *(rank,),
+        **dict(num_experts=2 * ranks, hidden=64, max_tokens_per_rank=32, staging_records=12),
+        **{"wire": wire, **more},
+    )
+    run = Replayed(rw, 32, 64, 3)
+    got = {}
+
+    def call(out, path="joint"):
+        received = rw.dispatch(
+            *(run.x, run.ids, run.weights), path=path, static_shapes=True, out=out
+        )
+        got["received"] = received
+        # A view that is overwritten by combine is kept for the check.
+        got["x"] = received.x.clone() if out == "view" else received.x
+        got["y"] = rw.combine(received.x, received.handle)
+
+    def check():
+        run.check(replace(got["received"], x=got["x"]), got["y"])
+
+    run.refill()
+    for columns, options, said in (
+        (2, {"static_shapes": True}, "call of a new kind cannot be captured"),
+        (3, {}, "cannot hold a call that waits for the GPU"),
+    ):
+        graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError, match=said), graph:
+            rw.dispatch(run.x, run.ids[:, :columns], run.weights[:, :columns], **options)
+    for path in PATHS:
+        for out in ("copy", "view"):
+            call(out, path)
+            check()
+    torch.cuda.synchronize()
+    assert run.wrong.item() == 0
+    dist.barrier()
+    for out, path in (("copy", "joint"), ("view", "native")):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call(out, path)
+        for _ in range(num_replays // 2):
+            run.refill()
+            graph.replay()
+            check()
+        rw.check()
+        assert run.wrong.item() == 0, (out, path)
+    # What the host has not seen of epochs, an eager call catches up with.
+    batch = make_batch(rw, 4)
+    combine(rw, batch, dispatch(rw, batch, "rail"), make_outs(batch))
+    dist.barrier()
+    rw.close()
+
+
+@pytest.mark.parametrize(
+    "nodes, wire, more",
+    [
+        (2, None, {}),
+        (4, "nvshmem", {}),
+        (4, None, {"max_recv_rows": 96, "pipeline": False, "num_sms": 2}),
+    ],
+)
+def test_a_graph_is_replayed_1000_times_with_other_tokens_and_routing(nodes, wire, more):
+    num_replays = int(os.environ.get("RAILWAVE_TEST_REPLAYS", "1000"))
+    run_all(replays, 8, nodes, num_replays, wire, more, timeout_s=200)
+
+
+def static_errors(rank):
+    """What goes wrong in calls that nobody waits for is raised later, on every rank."""
+    rw = init(railwave.Topology(2, 2, 2), rank, max_recv_rows=8, deadline_s=5)
+    batch = make_batch(rw, 2)
+    x, ids, weights = [values[rank] for values in batch.arguments]
+    static = {"static_shapes": True}
+    good = rw.dispatch(x, ids.clamp(max=-1), weights, **static)
+    rw.combine(good.x, good.handle)
+    rw.check()
+    to_one = torch.zeros_like(ids).repeat(2, 1)
+    bad = rw.dispatch(x.repeat(2, 1), to_one, weights.repeat(2, 1), **static)
+    with pytest.raises(railwave.ReceiveOverflowError, match=r"receive 16 rows.*max_recv_rows = 8"):
+        rw.check()
+    with pytest.raises(RuntimeError, match="call reset"):
+        rw.check()
+    rw.reset()
+    with pytest.raises(ValueError, match="handle must be of a dispatch that went well"):
+        rw.combine(bad.x, bad.handle)
+    with pytest.raises(railwave.ReceiveOverflowError, match="receive 16 rows"):
+        rw.dispatch(x.repeat(2, 1), to_one, weights.repeat(2, 1))  # all ranks go on by themselves
+    wrong = ids.clone()
+    wrong[0, 0] = 8 if rank == 3 else 0
+    rw.dispatch(x, wrong, weights, **static)
+    torch.cuda.synchronize()
+    with pytest.raises(railwave.PeerError, match="topk_idx of rank 3 holds ids"):
+        rw.dispatch(x, ids, weights)  # the next call raises it, too
+    rw.reset()
+    if rank == 1:
+        with pytest.raises(ValueError, match="path must be one of"):
+            rw.dispatch(x, ids, weights, path="fast", **static)
+    else:
+        rw.dispatch(x, ids, weights, **static)
+        with pytest.raises(railwave.PeerError, match="rank 1 called it wrongly"):
+            rw.check()
+    rw.reset()
+    rw.dispatch(x, ids, weights, path="rail" if rank == 2 else "joint", **static)
+    with pytest.raises(railwave.PeerError, match="differs in path"):
+        rw.check()
+    rw.reset()
+    batch = make_batch(rw, 2)
+    combine(rw, batch, dispatch(rw, batch, "joint"), make_outs(batch))
+    dist.barrier()
+    if rank != 2:
+        received = rw.dispatch(x, ids, weights, **static)
+        rw.combine(received.x, received.handle)
+        with pytest.raises(railwave.PeerTimeoutError) as caught:
+            rw.check()
+        assert caught.value.missing == (2,)
+    dist.barrier()
+    rw.reset()
+    combine(rw, batch, dispatch(rw, batch, "joint"), make_outs(batch))
+
+
+def test_what_goes_wrong_with_static_shapes_is_raised_later_on_every_rank():
+    run_all(static_errors, 4, timeout_s=120)
+
+
+def streams(rank):
+    """A communication stream, beside work of the caller's; and another stream for every call."""
+    rw = init(railwave.Topology(2, 2, 2), rank)
+    batch = make_batch(rw, 4)
+    outs = make_outs(batch)
+    mine = [values[rank] for values in batch.arguments]
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    work = torch.ones(512, 512, device="cuda")
+    work @ work  # loaded before any phase runs
+    dist.barrier()
+    for form in ({}, {"static_shapes": True}):
+        for _ in range(10):
+            received = rw.dispatch(*mine, **form, stream=side)
+            work @ work
+            with torch.cuda.stream(other):
+                other.wait_stream(side)
+                out = torch.zeros(len(received.x), 8, dtype=outs[rank].dtype, device="cuda")
+                out[: len(outs[rank])] = outs[rank].to("cuda")
+                y = rw.combine(out, received.handle)
+            torch.cuda.current_stream().wait_stream(other)
+            want = combine_ref(rw.config.topo, outs, batch.expected, batch.num_tokens)
+            assert bits_equal(y, want[rank])
+    dist.barrier()
+
+
+def test_calls_on_several_streams_come_one_after_the_other():
+    run_all(streams, 4, timeout_s=120)

@@ -49,7 +49,7 @@ def compare_calls(messages_ptr, state_ptr, me, ok, S: tl.constexpr, W_P: tl.cons
     if who < S.N * S.G:
         # Of two ranks that differ, the one that says that it is wrong.
         wrong: int = i64(tile_min(tl.where(mask & (status < 0), w, S.N * S.G), 0))
-        if wrong < who:
+        if wrong < S.N * S.G:
             who: int = wrong
         seen: int = i64(tile_max(tl.where(w == who, status, -(2**31)), 0))
         fail(state_ptr, CALL, who, seen, own)
@@ -141,3 +141,27 @@ def verdict(
         verdict_off: byte offset of the words verdict[node], which `quota` tells.
     """
     _verdict_kernel[(1,)](bases, state, me, verdict_off, S=shape, **libraries(shape))
+
+
+def compare_calls_ref(statuses: list[int], *, me: int) -> tuple[int, int] | None:
+    """Return (rank, its status) that PE `me` names, or None if the calls agree.
+
+    Example:
+        >>> compare_calls_ref([7, 8, -1], me=0), compare_calls_ref([7, 7], me=0)
+        ((2, -1), None)
+    """
+    wrong = [rank for rank, status in enumerate(statuses) if status < 0]
+    differ = [rank for rank, status in enumerate(statuses) if status != statuses[me]]
+    named = (wrong or differ)[:1]
+    return (named[0], statuses[named[0]]) if named else None
+
+
+def verdict_ref(rows: list[int], *, max_rows: int) -> tuple[int, int] | None:
+    """Return (node, its rows) that `verdict` names, from each node's most rows; None if all fit.
+
+    Example:
+        >>> verdict_ref([4, 7, 6], max_rows=5)
+        (1, 7)
+    """
+    most = max(rows)
+    return (rows.index(most), most) if most > max_rows else None
