@@ -119,10 +119,15 @@ class Communicator:
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
                 self._meeting = Meeting(self._exchange, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
-                # What a call with static shapes leaves in the state, for the host to see.
-                self._mirror = self._exchange.state.cpu()
+                # Becomes 1 when a call with static shapes fails, for the host to see.
+                self._flag = torch.zeros(
+                    1, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu
+                )
+                self._failed = self._flag.numpy()
                 if self._on_gpu:
-                    self._mirror = self._mirror.pin_memory()
+                    self._exchange.state[self._exchange.kernels.wire.HOST_FLAG.value] = (
+                        self._flag.data_ptr()
+                    )
                     self._meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
             except BaseException:
@@ -346,6 +351,7 @@ class Communicator:
             self._catch_up()
             failure = self._exchange.failure()
             if failure is None:
+                self._flag.zero_()
                 return
             self._broken = True
             first = int(self._exchange.state[self._exchange.kernels.wire.FAILED_EPOCH.value])
@@ -432,7 +438,6 @@ class Communicator:
                 next(stages)
         except StopIteration as stop:
             result = stop.value
-        self._mirror.copy_(self._exchange.state, non_blocking=True)
         self._captured |= torch.cuda.is_current_stream_capturing()
         self._end()
         return result
@@ -493,7 +498,7 @@ class Communicator:
             self._finished = min(self._finished, self._exchange.epoch)
             epoch, finished = self._meeting.reset(finished=self._finished)
             self._exchange.start_at(epoch + 1)
-            self._mirror.copy_(self._exchange.state)
+            self._flag.zero_()
         self._broken, self._finished = False, finished
         return finished
 
@@ -509,7 +514,7 @@ class Communicator:
 
     def _check_usable(self, *, look: bool = True) -> None:
         self._check_open()
-        if look and not self._broken and self._mirror[self._exchange.kernels.wire.FAILED.value]:
+        if look and not self._broken and self._failed[0]:
             self.check()
         if self._broken:
             raise RuntimeError(

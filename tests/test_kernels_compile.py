@@ -167,6 +167,15 @@ def test_every_kernel_compiles_and_interpreting_goes_on():
     check_language()
 
 
+def test_nothing_is_evaluated_twice():
+    """Triton evaluates the value of an annotated assignment twice: each atomic would be two."""
+    launch = next(launch for launch in recorded()[0] if launch.kernel == "_unpack_kernel")
+    assert compile_launch(launch)["ptx"].count(".acq_rel.add.") == 1
+    for op, name in all_kernels():
+        source = getattr(getattr(COMPILED_KERNELS, op), name).src
+        assert ": int =" not in source and ": float =" not in source, name
+
+
 REMOTE_KERNELS = {"_notify_kernel", "_count_kernel", "_forward_kernel", "_quota_kernel"}
 REMOTE_KERNELS |= {"_verdict_kernel", "_put_kernel", "_unpack_kernel"}
 REMOTE_KERNELS |= {"_copy_in_kernel", "_give_back_kernel"}

@@ -515,7 +515,8 @@ def test_arrivals_example():
 def test_verdict(rows):
     """Three nodes say the most rows of their ranks, 5 fit; -1: one does not say any."""
     config = make_config(3, 2, 1, max_recv_rows=5)
-    memory, state = Memory(config), make_state()
+    memory, state, flag = Memory(config), make_state(), torch.zeros(1, dtype=torch.int64)
+    state[WIRE.HOST_FLAG.value] = flag.data_ptr()
     for node, most in enumerate(rows):
         memory.words(1, "verdict")[node] = 3 * 2**32 + most
     memory.start()
@@ -530,6 +531,7 @@ def test_verdict(rows):
         want = ("verdict", 2 * named[0] + 1, named[1], 5)
     assert failure(state) == want
     assert state[WIRE.FAILED_EPOCH.value] == (3 if want else 0)
+    assert flag.item() == bool(want)
 
 
 # describe

@@ -7,12 +7,15 @@ of an undecorated helper (0.4-0.9 ms each).
 
 Index arithmetic in kernels is int64: offsets may pass 2**31, and the interpreter checks every
 int32 operation for overflow at six times the cost. A scalar goes through `i64` and is assigned with
-its type, `n: int = i64(...)`: the interpreter makes a tensor of what is assigned without one.
+its type, `n: int = i64(...)`: the interpreter makes a tensor of what is assigned without one. What
+is compiled loses those types (`_evaluated_once`).
 """
 
+import re
 import time
 from inspect import signature
 
+import torch
 import triton
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see `jit`)
@@ -39,14 +42,36 @@ def jit(fn):
         return kernel
     runtime = [name for name in scalars if fn.__annotations__.get(name) is not tl.constexpr]
     fn.__annotations__.update(dict.fromkeys(runtime, tl.int64))
-    return _Kernel(fn, do_not_specialize=runtime)
+    return _evaluated_once(_Kernel(fn, do_not_specialize=runtime))
 
 
 class _Kernel(triton.JITFunction):
-    """A compiled kernel whose sums are as written: no multiplication is fused with an addition."""
+    """A compiled kernel whose sums are as written: no multiplication is fused with an addition.
 
-    def run(self, *args, **options):
-        return super().run(*args, enable_fp_fusion=False, **options)
+    Launchers pass pointers and scalars by position and constants by name. A variant that has been
+    launched is found by what makes it one, pointers' types and alignment and the constants: Triton
+    itself looks at every argument and every global again, which takes longer than a dispatch may.
+    """
+
+    def __init__(self, fn, **options):
+        super().__init__(fn, **options)
+        self._variants = {}
+        self._constants = [p.name for p in self.params if p.is_constexpr]
+
+    def run(self, *args, grid, warmup, **options):
+        pointers = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        kinds = [(p.dtype, p.data_ptr() % 16 == 0) for p in pointers]
+        # Which libraries are linked, the constants say (`Shape.REMOTE`).
+        named = [value for name, value in options.items() if name != "extern_libs"]
+        key = (pointers[0].device, *kinds, *named)
+        kernel = self._variants.get(key)
+        if kernel is None:
+            kernel = super().run(*args, grid=grid, warmup=warmup, enable_fp_fusion=False, **options)
+            self._variants[key] = kernel
+            return kernel
+        constants = [options[name] for name in self._constants]
+        kernel[(*grid, 1, 1)[:3]](*args, *constants)
+        return kernel
 
 
 def helper(fn):
@@ -55,7 +80,13 @@ def helper(fn):
         from triton.runtime.interpreter import InterpretedFunction
 
         return InterpretedFunction(fn).rewrite()
-    return triton.jit(fn)
+    return _evaluated_once(triton.jit(fn))
+
+
+def _evaluated_once(compiled):
+    """Compile `x: int = f()` as `x = f()`: of an annotated one triton runs f() twice."""
+    compiled._unsafe_update_src(re.sub(r"(?m)^(\s+\w+): (?:int|float) = ", r"\1 = ", compiled.src))
+    return compiled
 
 
 def _bind(fn):
@@ -110,34 +141,34 @@ if INTERPRET:
 
 else:
 
-    @triton.jit
+    @helper
     def i64(x):
         """Return a scalar as int64."""
         return tl.cast(x, tl.int64)
 
-    @triton.jit
+    @helper
     def clamp(x, low, high):
         """Return the scalar x, or the bound that it passes."""
         return tl.minimum(tl.maximum(x, low), high)
 
-    @triton.jit
+    @helper
     def ratio(a, b):
         """Return a / b of two integers below 2**53, in float64."""
         return tl.cast(a, tl.float64) / tl.cast(b, tl.float64)
 
-    @triton.jit
+    @helper
     def f64(x):
         """Return a scalar as a float64 tensor."""
         return tl.cast(x, tl.float64)
 
-    @triton.jit
+    @helper
     def clock_ns():
         """Return the GPU's global timer in nanoseconds (Triton has no call for it)."""
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
 
-    @triton.jit
+    @helper
     def relax():
         """Poll again at once: a waiting program is small."""
         pass

@@ -32,17 +32,18 @@ from .shape import Shape, pow2
 EPOCH = tl.constexpr(0)  # number of the running phase; its first kernel advances it
 NOTIFIES = tl.constexpr(1)  # number of notify exchanges so far; its parity picks the area
 DEADLINE_NS = tl.constexpr(2)  # how long a wait may take
-FAILED = tl.constexpr(3)  # 1 once a wait has passed its deadline; then who and what it waited for:
-FAILED_WORD = tl.constexpr(4)
-FAILED_PE = tl.constexpr(5)
-FAILED_SEEN = tl.constexpr(6)
-FAILED_EXPECTED = tl.constexpr(7)
-FAILED_EPOCH = tl.constexpr(8)  # the phase that failed first
-CLOCK_NS = tl.constexpr(9)  # the latest time that a waiting program has seen
-ROWS = tl.constexpr(10)  # that this PE receives in the running dispatch
-DONE = tl.constexpr(11)  # programs of a launch that have ended, see `is_last`
-BAD_IDS = tl.constexpr(12)  # 1 if a token of the running dispatch names no expert
-STATE_WORDS = 13
+HOST_FLAG = tl.constexpr(3)  # address of an int64 of the host's that becomes 1 with FAILED, or 0
+FAILED = tl.constexpr(4)  # 1 once a wait has passed its deadline; then who and what it waited for:
+FAILED_WORD = tl.constexpr(5)
+FAILED_PE = tl.constexpr(6)
+FAILED_SEEN = tl.constexpr(7)
+FAILED_EXPECTED = tl.constexpr(8)
+FAILED_EPOCH = tl.constexpr(9)  # the phase that failed first
+CLOCK_NS = tl.constexpr(10)  # the latest time that a waiting program has seen
+ROWS = tl.constexpr(11)  # that this PE receives in the running dispatch
+DONE = tl.constexpr(12)  # programs of a launch that have ended, see `is_last`
+BAD_IDS = tl.constexpr(13)  # 1 if a token of the running dispatch names no expert
+STATE_WORDS = 14
 
 # The words, each with its writer and readers; an error record holds the position in this tuple.
 # The last is no word: a record of it says that a rank's call was wrong or another one.
@@ -155,6 +156,9 @@ def fail(state_ptr, word, pe, seen, expected):
         tl.store(state_ptr + FAILED_SEEN, seen)
         tl.store(state_ptr + FAILED_EXPECTED, expected)
         tl.store(state_ptr + FAILED_EPOCH, tl.load(state_ptr + EPOCH))
+        flag = tl.load(state_ptr + HOST_FLAG)
+        if i64(flag) != 0:
+            tl.store(flag.to(tl.pointer_type(tl.int64)), i64(1))
 
 
 @helper
