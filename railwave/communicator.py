@@ -381,7 +381,7 @@ class Communicator:
     @contextmanager
     def _on(self, stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[bool]:
         """Run a call on a stream, after the call before it; say whether a graph is captured."""
-        if not self._on_gpu:
+        if self.config.device.type == "cpu":
             if stream is not None:
                 raise ValueError(f"stream must be None on a CPU, got {stream!r}")
             yield False

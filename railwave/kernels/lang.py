@@ -15,7 +15,6 @@ import re
 import time
 from inspect import signature
 
-import torch
 import triton
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see `jit`)
@@ -57,13 +56,14 @@ class _Kernel(triton.JITFunction):
         super().__init__(fn, **options)
         self._variants = {}
         self._constants = [p.name for p in self.params if p.is_constexpr]
+        self._pointers = [i for i, p in enumerate(self.params) if p.name.endswith("_ptr")]
 
     def run(self, *args, grid, warmup, **options):
-        pointers = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        kinds = [(p.dtype, p.data_ptr() % 16 == 0) for p in pointers]
+        key = [value for name, value in options.items() if name != "extern_libs"]
+        for i in self._pointers:
+            key += (args[i].dtype, args[i].data_ptr() % 16)
         # Which libraries are linked, the constants say (`Shape.REMOTE`).
-        named = [value for name, value in options.items() if name != "extern_libs"]
-        key = (pointers[0].device, *kinds, *named)
+        key = (args[self._pointers[0]].device, *key)
         kernel = self._variants.get(key)
         if kernel is None:
             kernel = super().run(*args, grid=grid, warmup=warmup, enable_fp_fusion=False, **options)
