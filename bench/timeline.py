@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--path", default="joint")
+    parser.add_argument("--staging-records", type=int, default=None, help="fewer: more rounds")
+    parser.add_argument("--static", action="store_true", help="static shapes and a view")
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -43,6 +45,7 @@ def main() -> None:
         top_k=options.top_k,
         hidden=options.hidden,
         max_tokens_per_rank=options.tokens,
+        staging_records=options.staging_records,
         deadline_s=60,
     )
     torch.manual_seed(rank)
@@ -50,8 +53,10 @@ def main() -> None:
     topk_idx = torch.rand(options.tokens, 8 * ranks, device=device).topk(options.top_k).indices
     weights = torch.full(topk_idx.shape, 1 / options.top_k, device=device)
 
+    form = {"static_shapes": True, "out": "view"} if options.static else {}
+
     def run() -> None:
-        received = railwave.dispatch(x, topk_idx, weights, path=options.path)
+        received = railwave.dispatch(x, topk_idx, weights, path=options.path, **form)
         railwave.combine(received.x, received.handle)
 
     kernels = kernels_of(run, device)
