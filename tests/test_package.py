@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 TINY = """
@@ -46,16 +48,22 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     assert (run.stdout, run.stderr) == ("[0, 2]\n1\n", "")
 
 
-def test_the_torchrun_example_runs():
+@pytest.mark.parametrize(
+    "name, ranks, said",
+    [
+        ("torchrun_dispatch.py", 8, "8 ranks as 2 nodes; rows received: "),
+        ("serve_static.py", 4, "4 ranks, 5 "),
+    ],
+)
+def test_the_torchrun_examples_run(name, ranks, said):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"),
-            ROOT / "examples" / "torchrun_dispatch.py",
-        ],
+        [*torchrun, f"--nproc-per-node={ranks}", ROOT / "examples" / name],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         **{"capture_output": True, "text": True, "timeout": 180},
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("8 ranks as 2 nodes; rows received: ")
+    assert run.stdout.startswith(said)
     assert float(run.stdout.split()[-1]) < 1e-4
 
 
