@@ -36,7 +36,7 @@ NODES = {1: 1, 32: 4}  # of so many PEs; else 2
 SERVING_TOKENS = 128  # up to here a graph is set beside one of empty launches
 COPY_BYTES = 1 << 30
 HOST_SAMPLES = 50
-PLANNING = ("_count", "_notify", "_forward", "_describe", "_quota", "_arrivals", "_match")
+PLANNING = ("_count", "_forward", "_describe", "_verdict", "_quota", "_match")
 STATIC = {"static_shapes": True, "out": "view"}
 
 

@@ -143,6 +143,7 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
             status=0,
             tell=False,
             **pe.notify_args(),
+            shape=S,
             block_t=tiles.block_t,
             parts=tiles.parts,
         )

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from railwave.config import Config
-from railwave.handle import Call, Handle
+from railwave.handle import STATIC, Call, Handle
 from railwave.kernels.shape import make_format
 
 _FP4 = "float4_e2m1fn_x2"
@@ -116,7 +116,7 @@ def check_call(
         _check_ids(config, topk_idx, idx_name)
     fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
     agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k} {static_shapes}"
-    status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
+    status = zlib.crc32(agreed.encode()) & (STATIC - 1) | STATIC * static_shapes
     tensors = plain(x), plain(topk_idx), plain(topk_weights).float()
     return Call(*tensors, path, fmt, status, static_shapes, out == "view")
 

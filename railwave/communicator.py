@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,12 +20,14 @@ from railwave.arguments import check_call, check_handle, check_out, plain
 from railwave.config import PATHS, WAVES, Config, fitting
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError, ReceiveOverflowError
-from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
-from railwave.handle import Handle, Received
+from railwave.exchange import CallsDiffer, Exchange, Failure, Stages, combine, dispatch, refuse
+from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.meeting import Meeting
 from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
+from railwave.turns import Turns, record
+from railwave.watch import AFTER, Watch, raise_failure
 
 DEADLINE_S = 300.0
 MAX_DEADLINE_S = 1e9
@@ -82,9 +83,6 @@ class Communicator:
     ) -> None:
         self._group, self._broken, self._closed = group, False, False
         self._finished = 0  # the number of the last phase that came to its end
-        self._captured = False  # so that a graph may have run phases that the host has not seen
-        self._failed_calls: list[range] = []  # of static shapes, by number: their handles hold junk
-        self._stream: torch.cuda.Stream | None = None  # of the last call
         wrong: Exception | None = None
         try:
             self.deadline_s = _checked_deadline(deadline_s)
@@ -119,15 +117,8 @@ class Communicator:
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
                 self._meeting = Meeting(self._exchange, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
-                # Becomes 1 when a call with static shapes fails, for the host to see.
-                self._flag = torch.zeros(
-                    1, dtype=torch.int64, device="cpu", pin_memory=self._on_gpu
-                )
-                self._failed = self._flag.numpy()
+                self._turns, self._watch = Turns(self.config.device), Watch(self._exchange)
                 if self._on_gpu:
-                    self._exchange.state[self._exchange.kernels.wire.HOST_FLAG.value] = (
-                        self._flag.data_ptr()
-                    )
                     self._meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
             except BaseException:
@@ -268,12 +259,16 @@ class Communicator:
             PeerTimeoutError: another rank did not come in time; `reset` before going on.
             RuntimeError: a CUDA graph is being captured, without static shapes or for the first
                 time.
+
+            With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and
+            all need `reset` before they go on: the one that is wrong, too.
         """
         self._check_usable()
-        with self._on(stream, x, topk_idx, topk_weights) as capturing:
+        with self._turns.take(stream, (x, topk_idx, topk_weights)) as capturing:
             decided_there = self._exchange.device_decides(static_shapes is True)
             try:
                 _check_capture(capturing, decided_there)
+                self._turns.check(stream)
                 form = {"static_shapes": static_shapes, "out": out, "check_ids": not decided_there}
                 call = check_call(self.config, x, topk_idx, topk_weights, path, **form)
                 if self._on_gpu:
@@ -301,22 +296,26 @@ class Communicator:
         Args:
             out: (rows, H) results for the rows of the `Received`, in their order; float32,
                 bfloat16 or float16, H free within what was declared.
-            handle: of that dispatch; it may be used again.
+            handle: of that dispatch; it may be used again. One that was captured in a graph holds
+                something once the graph has been replayed.
             stream: as of `dispatch`.
 
         Returns:
             (T, H) of the same dtype; zero for a token without an expert.
 
-        Raises: as `dispatch`, and nothing of a wrong call is returned on any rank.
+        Raises: as `dispatch`, and nothing of a wrong call is returned on any rank. After a dispatch
+            with static shapes, on a GPU, a wrong call is raised on its rank alone, which has not
+            taken part: it may call again, rightly, before the others' deadline.
         """
         self._check_usable()
-        with self._on(stream, out) as capturing:
-            static_shapes = isinstance(handle, Handle) and handle.static_shapes
-            decided_there = self._exchange.device_decides(static_shapes)
+        static_shapes = isinstance(handle, Handle) and handle.static_shapes
+        decided_there = self._exchange.device_decides(static_shapes)
+        with self._turns.take(stream, (out,)) as capturing:
             try:
                 _check_capture(capturing, decided_there)
+                self._turns.check(stream)
                 check_handle(handle, self._exchange, name="handle", received="received")
-                self._check_not_failed(handle)
+                self._watch.check_handle(handle)
                 check_out(self.config, out, handle, name="out")
                 out = plain(out)
                 if self._on_gpu:
@@ -326,8 +325,10 @@ class Communicator:
                 if capturing or decided_there:
                     raise
                 return self._refuse("combine", error)
+            if handle.stream != self._exchange.stream() and not capturing:
+                record(handle.tensors(), self._exchange.stream())
             agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]}"
-            status = zlib.crc32(agreed.encode()) & 0x7FFFFFFF
+            status = zlib.crc32(agreed.encode()) & (STATIC - 1)
             said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
             stages = combine(self._exchange, out, handle, status=status)
             return self._run(stages, "combine", said, decided_there=decided_there)
@@ -343,64 +344,21 @@ class Communicator:
             ReceiveOverflowError: a rank would have received more than max_recv_rows rows.
             PeerTimeoutError: another rank did not come in time.
         """
-        self._check_usable(look=False)
-        if not self._on_gpu:
-            return
+        self._check_not_broken()
         with self.config.on_device():
-            torch.cuda.synchronize()
-            self._catch_up()
-            failure = self._exchange.failure()
-            if failure is None:
-                self._flag.zero_()
-                return
-            self._broken = True
-            first = int(self._exchange.state[self._exchange.kernels.wire.FAILED_EPOCH.value])
-            self._failed_calls.append(range(first, self._exchange.epoch + 1))
-            after = "call reset() on all ranks before going on"
-            if failure.word == "verdict":
-                error = self._exchange.overflow(failure)
-                raise ReceiveOverflowError(f"{error}; {after}", num_rows=error.num_rows)
-            if failure.word == "call":
-                wrong = _wrong_call(failure.pe, failure.seen)
-                raise PeerError(f"nothing moved in call {first}: {wrong}; {after}")
-            late = [(failure.word, failure.pe, failure.expected)]
-            self._meeting.give_up("a call with static shapes", late, self.deadline_s)
+            failure = self._look()
+            if failure:
+                self._broken = True
+                raise_failure(failure, self._exchange, self._meeting, self.deadline_s)
 
-    def _catch_up(self) -> None:
-        """See what number the device is at: graphs run phases without the host."""
-        if self._on_gpu:
-            state = self._exchange.state
-            self._exchange.epoch = int(state[self._exchange.kernels.wire.EPOCH.value])
-
-    def _check_not_failed(self, handle: Handle) -> None:
-        if any(handle.epoch in calls for calls in self._failed_calls):
-            raise ValueError(
-                f"handle must be of a dispatch that went well, got call {handle.epoch}"
-            )
-
-    @contextmanager
-    def _on(self, stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[bool]:
-        """Run a call on a stream, after the call before it; say whether a graph is captured."""
-        if self.config.device.type == "cpu":
-            if stream is not None:
-                raise ValueError(f"stream must be None on a CPU, got {stream!r}")
-            yield False
-            return
-        caller = torch.cuda.current_stream(self.config.device)
-        if stream is None:
-            stream = caller
-        else:
-            stream.wait_stream(caller)
-            for tensor in inputs:
-                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                    tensor.record_stream(stream)
-        with torch.cuda.stream(stream):
-            capturing = torch.cuda.is_current_stream_capturing()
-            if not capturing:
-                if self._stream is not None and self._stream != stream:
-                    stream.wait_stream(self._stream)
-                self._stream = stream
-            yield capturing
+    def _look(self) -> Failure | None:
+        """Wait for the GPU; return what went wrong, and know what calls are finished."""
+        failure = self._watch.look()
+        if failure:
+            self._finished = failure.epoch - 1
+        elif self._on_gpu and not self._broken:
+            self._finished = self._exchange.epoch
+        return failure
 
     def _refuse(self, verb: str, wrong: Exception, decided_there: bool = False) -> Any:
         """Take part in a phase that this rank called wrongly: raise `wrong`, all others theirs."""
@@ -423,23 +381,26 @@ class Communicator:
             wrong: what is wrong with it.
             decided_there: the device finds what is wrong, and the host does not wait to hear it.
         """
+        if self._watch.pending and not (decided_there and not wrong):
+            self.check()  # what failed before is not this call's
         with self.config.on_device():
             if decided_there and not wrong:
                 return self._launch_stages(stages)
-            if self._captured:
-                self._catch_up()
             return self._run_stages(stages, verb, said, wrong, decided_there)
 
     def _launch_stages(self, stages: Stages) -> Any:
         """Launch a phase whose end nobody waits for."""
+        epoch, capturing = self._exchange.epoch, torch.cuda.is_current_stream_capturing()
         self._broken = True  # until the end is reached
         try:
             while True:
                 next(stages)
         except StopIteration as stop:
             result = stop.value
-        self._captured |= torch.cuda.is_current_stream_capturing()
-        self._end()
+        if capturing:
+            self._exchange.epoch = epoch  # the device has not run it
+        self._watch.launched(captured=capturing)
+        self._broken = False
         return result
 
     def _run_stages(
@@ -455,13 +416,20 @@ class Communicator:
                     meeting.give_up(verb, meeting.late(waits()), time.monotonic() - began_s)
         except StopIteration as stop:
             result = stop.value
-        except CallsDiffer:
+        except CallsDiffer as differ:
             if decided_there and wrong:
                 raise wrong from None  # the others hear of it when they look, and then need a reset
+            if self._on_gpu and not wrong and differ.failure.static_there:
+                raise PeerError(
+                    f"nothing moved in {verb}: rank {differ.failure.pe} called it with static "
+                    f"shapes, this rank without; {AFTER}"
+                ) from None
+            self._watch.handled()
             texts = meeting.exchange_texts(verb, f"{'wrong' if wrong else 'right'}: {said}")
             self._end()
             _raise_differ(verb, wrong, texts)
         except ReceiveOverflowError:
+            self._watch.handled()
             self._end()
             raise
         except BaseException:
@@ -494,11 +462,10 @@ class Communicator:
         self._check_open()
         self._broken = True  # its epoch is told: no phase may come in between
         with self.config.on_device():
-            self._catch_up()
-            self._finished = min(self._finished, self._exchange.epoch)
+            self._look()  # kernels of an interrupted call run to their end
             epoch, finished = self._meeting.reset(finished=self._finished)
             self._exchange.start_at(epoch + 1)
-            self._flag.zero_()
+            self._watch.start_again()
         self._broken, self._finished = False, finished
         return finished
 
@@ -512,10 +479,15 @@ class Communicator:
         if self._closed:
             raise RuntimeError("this communicator is closed")
 
-    def _check_usable(self, *, look: bool = True) -> None:
-        self._check_open()
-        if look and not self._broken and self._failed[0]:
+    def _check_usable(self) -> None:
+        self._check_not_broken()
+        if self._watch.alarmed:
+            if self._on_gpu and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a call before this one failed: check() before a graph")
             self.check()
+
+    def _check_not_broken(self) -> None:
+        self._check_open()
         if self._broken:
             raise RuntimeError(
                 "a call of this communicator timed out or was interrupted: call reset() on all "
@@ -539,15 +511,6 @@ def _check_capture(capturing: bool, decided_there: bool) -> None:
             "a CUDA graph cannot hold a call that waits for the GPU: dispatch with "
             "static_shapes=True, and combine with that dispatch's handle"
         )
-
-
-def _wrong_call(rank: int, status: int) -> str:
-    """Say what the status of a rank's call says."""
-    if status == -1:
-        return f"rank {rank} called it wrongly"
-    if status < 0:
-        return f"topk_idx of rank {rank} holds ids that are neither an expert's nor -1"
-    return f"the call of rank {rank} differs in path, dtype, hidden size, top-k or static_shapes"
 
 
 def _raise_differ(verb: str, wrong: Exception | None, texts: list[str]) -> NoReturn:

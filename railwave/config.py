@@ -101,15 +101,16 @@ COMPILED = Tiles(
 def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
     """Return tiles for PEs of which `sharing` share a GPU.
 
-    A program of 128 threads takes at most half of an SM's registers. With one waiting program an SM
-    there is always room for one of a kernel that is waited for, if that is as small.
+    A program of 128 threads takes at most half of an SM's registers: 2 fit an SM. At most 1.5 an SM
+    wait at once, those of a put and of what is packed beside it, so that there is always room for
+    one of a kernel that is waited for, if that is as small.
 
     Example: of 132 SMs, 32 PEs may have 4 programs each.
     """
     if sharing == 1:
         return tiles
     programs = max(1, min(tiles.programs, num_sms // sharing))
-    # Two rows at least, as in `clipped`; one program of quota, since all of its programs wait.
+    # Two rows at least, as in `clipped`; two programs of quota, since all of its programs wait.
     smaller = {"block_m": max(2, tiles.block_m // 2), "tile_words": tiles.tile_words // 2}
     others = {"block_t": 256, "block_i": 1 << 20}
     return replace(tiles, programs=programs, warps=tiles.warps // 2, **smaller, **others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
 
@@ -40,15 +40,25 @@ def init(*args: object, **kwargs: object) -> Communicator:
 
 
 def dispatch(
-    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, **form: Any
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    path: str = "joint",
+    static_shapes: bool = False,
+    out: str = "copy",
+    stream: torch.cuda.Stream | None = None,
 ) -> Received:
     """Send tokens to the ranks of their experts: `Communicator.dispatch` of the default one."""
-    return _current().dispatch(x, topk_idx, topk_weights, **form)
+    form = {"path": path, "static_shapes": static_shapes, "out": out, "stream": stream}
+    return _current().dispatch(x, topk_idx, topk_weights, **form)  # type: ignore[arg-type]
 
 
-def combine(out: torch.Tensor, handle: Handle, **form: Any) -> torch.Tensor:
+def combine(
+    out: torch.Tensor, handle: Handle, *, stream: torch.cuda.Stream | None = None
+) -> torch.Tensor:
     """Sum every token's rows: `Communicator.combine` of the default one."""
-    return _current().combine(out, handle, **form)
+    return _current().combine(out, handle, stream=stream)
 
 
 def check() -> None:

@@ -3,12 +3,16 @@
 Letters: T tokens, H hidden, K top-k, N nodes, G GPUs a node, P the most records of a proxy.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from railwave.kernels.shape import Format
 from railwave.sched import Decision
+
+STATIC = 1 << 30  # a bit of a dispatch's status: with static shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,13 @@ class Handle:
     exchange: object  # the PE that made it
     epoch: int  # the number of its dispatch among that PE's phases
     static_shapes: bool = False  # shapes say nothing of what came; no call waits for the device
+    serial: int = 0  # how many phases the host had launched by then
+    stream: Any = None  # of a GPU, on which its tensors were made
     decision: Decision | None = None  # where path was "auto": why this path
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what the handle holds on the device."""
+        return (value for value in vars(self).values() if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True, eq=False)

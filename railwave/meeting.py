@@ -77,12 +77,13 @@ class Meeting:
             return index // S.CHUNKS * S.G + pe.local
         return pe.node * S.G + index
 
-    def _gone(self) -> list[int]:
+    def _gone(self, number: int | None = None) -> list[int]:
         """List the ranks that have given this phase up, or reset without having finished it."""
-        given_up = self._words("given_up") >= self.exchange.mark(0)
+        number = self.exchange.epoch if number is None else number
+        given_up = self._words("given_up") >= number * self.exchange.config.shape.MAX_STEPS
         words = self._words("reset")
         told = words % RESET
-        unfinished = told // LAGS - told % LAGS < self.exchange.epoch
+        unfinished = told // LAGS - told % LAGS < number
         resets = (words >= (self._reset_steps + 1) * RESET) & unfinished
         return (given_up | resets).nonzero().flatten().tolist()
 
@@ -90,32 +91,41 @@ class Meeting:
         """Tell all that this rank has given the phase up."""
         self.exchange.heap.publish("given_up", [self.exchange.mark(0)])
 
-    def give_up(self, verb: str, late: list[Late], waited_s: float) -> NoReturn:
-        """Say that this rank is here, hear who else is, and raise."""
+    def give_up(
+        self, verb: str, late: list[Late], waited_s: float, *, call: int | None = None
+    ) -> NoReturn:
+        """Say that this rank is here, hear who else is, and raise.
+
+        Args:
+            call: the number of the phase, if it is not the last one that was launched.
+        """
         pe = self.exchange
-        gone = self._gone()
+        steps = pe.config.shape.MAX_STEPS
+        number, path = (pe.epoch, f", path {pe.path}") if call is None else (call, "")
+        gone = self._gone(number)
         self.say_given_up()
         time.sleep(GRACE_S)
         # A rank that has notified of the next phase has come to the end of this one.
-        beyond = self._words("notify") >= pe.mark(pe.config.shape.MAX_STEPS)
-        here = {*self._gone(), *beyond.nonzero().flatten().tolist()}
+        beyond = self._words("notify") >= (number + 1) * steps
+        here = {*self._gone(number), *beyond.nonzero().flatten().tolist()}
         missing = sorted({*range(pe.config.topo.num_ranks)} - here)
         before = f"Ranks {gone} had given up before. " if gone else ""
         raise PeerTimeoutError(
-            f"{verb} (call {pe.epoch}, path {pe.path}): rank {pe.pe} (node {pe.node}, rail "
-            f"{pe.rail}) waited {waited_s:.1f} s for {'; '.join(self._name(w) for w in late[:4])}. "
+            f"{verb} (call {number}{path}): rank {pe.pe} (node {pe.node}, rail {pe.rail}) waited "
+            f"{waited_s:.1f} s for {'; '.join(self._name(w, number) for w in late[:4])}. "
             f"{before}Missing ranks: {missing or 'none, they were late'}. Call reset() on all "
             "ranks before going on; a longer wait is deadline_s or RAILWAVE_DEADLINE_S",
-            call_number=pe.epoch,
+            call_number=number,
             missing=tuple(missing),
         )
 
-    def _name(self, late: Late) -> str:
+    def _name(self, late: Late, number: int) -> str:
         """Say which word of which rank, and for a word of a round in which wave and round."""
         word, writer, mark = late
         pe, config = self.exchange, self.exchange.config
         text = f"{word} of rank {writer}"
-        if word not in ("packed", "grant", "arrived", "returned", "taken"):
+        of_round = word in ("packed", "grant", "arrived", "returned", "taken")
+        if not of_round or number != pe.epoch:  # of an earlier phase, whose path nobody kept
             return text
         this = config.rounds(pe.path)[mark % config.shape.MAX_STEPS - 1]
         wave = f"wave {this.wave}"

@@ -5,9 +5,10 @@ Letters: N nodes, G GPUs a node, T tokens a rank, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -16,6 +17,7 @@ from railwave.config import COMPILED, PATHS, Config
 from railwave.exchange import Exchange
 from railwave.topology import Topology
 
+_Arguments = ParamSpec("_Arguments")
 RESERVED_CHANNELS = 1024  # the paper's C_max
 
 
@@ -78,7 +80,20 @@ def workspace(
     }
 
 
-def workspace_bytes(topo: Topology, **sizes: Any) -> int:
+def _with_arguments_of(
+    held: Callable[_Arguments, dict[str, int]],
+) -> Callable[[Callable[..., int]], Callable[_Arguments, int]]:
+    """Give a function the signature of another, for type checkers and `help`."""
+
+    def decorate(total: Callable[..., int]) -> Callable[_Arguments, int]:
+        total.__signature__ = signature(held).replace(return_annotation=int)  # type: ignore[attr-defined]
+        return total
+
+    return decorate
+
+
+@_with_arguments_of(workspace)
+def workspace_bytes(*args: Any, **sizes: Any) -> int:
     """Return the bytes that a GPU holds in all: the sum of `workspace`, whose arguments these are.
 
     Example:
@@ -90,7 +105,7 @@ def workspace_bytes(topo: Topology, **sizes: Any) -> int:
         >>> round(waves / 2**30, 2), round(workspace_bytes(topo, **sizes) / 2**30, 2)
         (2.09, 2.2)
     """
-    return sum(workspace(topo, **sizes).values())
+    return sum(workspace(*args, **sizes).values())
 
 
 def tables_bytes(exchange: Exchange) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from railwave.arguments import SUMMABLE, check_call
-from railwave.exchange import CallsDiffer, Exchange, Stages, combine, dispatch, refuse
+from railwave.exchange import Exchange, Stages, combine, dispatch, refuse
 from railwave.exchange.words import as_words
 from railwave.handle import Call, Handle
 from railwave.heap import Gather, together
@@ -57,8 +56,7 @@ class Rehearsal:
             handle = self.dispatch(check_call(config, x, topk_idx, weights, path))
             if handle and out.shape[1]:
                 self.combine(out, handle)
-        with suppress(CallsDiffer):
-            self._run(refuse(self._exchange))
+        self._run(refuse(self._exchange))
         torch.cuda.synchronize(device)
 
     def dispatch(self, call: Call, *, capturing: bool = False) -> Handle | None:
@@ -87,7 +85,7 @@ class Rehearsal:
             handle.path,
             out.dtype,
             out.shape[1],
-            handle.own_rows.shape[1],
+            (handle.own_rows.shape[1], handle.row_words),
             handle.static_shapes,
             _aligned(as_words(out)),
         )

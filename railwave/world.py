@@ -54,7 +54,9 @@ class LocalWorld:
             path="auto".
         max_recv_rows: the most rows that one rank receives at once: fewer need less memory, and
             static shapes are as large. Default: all tokens of all ranks, which always fit.
-        num_sms: the most programs, and so multiprocessors of a GPU, that one launch may hold.
+        num_sms: the most programs, and so multiprocessors of a GPU, that a launch which moves
+            payload may hold (N - 1 at least on native and rail); what is packed beside a put holds
+            half as many more. Planning, microseconds long, is not bounded.
         pipeline: pack a round while the one before it is on the wire; else in turn.
         order: which PE of those that can go on runs next; None goes round.
         device: cpu, where Triton interprets the kernels, or one GPU, which all ranks then share.

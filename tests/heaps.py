@@ -49,7 +49,7 @@ class Memory:
         self._states = []
         for pe in range(W):
             self.want.memory(pe).fill_(GUARD)
-            for word in WIRE.WORDS[:-1]:
+            for word in WIRE.WORDS[: WIRE.CALL.value]:
                 self.words(pe, word).zero_()
 
     def off(self, name):

@@ -249,8 +249,15 @@ def replays(rank, nodes, num_replays, wire, more):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call(out, path)
-        for _ in range(num_replays // 2):
+        captured = dict(got)
+        for turn in range(num_replays // 2):
             run.refill()
+            if turn % 100 == 50:  # calls that are not captured, in between
+                call(out, path)
+                again = rw.combine(got["x"], got["received"].handle)
+                run.wrong += (again != got["y"]).sum()
+                check()
+                got.update(captured)
             graph.replay()
             check()
         rw.check()
@@ -314,8 +321,11 @@ def static_errors(rank):
     with pytest.raises(railwave.PeerError, match="differs in path"):
         rw.check()
     rw.reset()
+    batch = make_batch(rw, 2, hidden=4)  # of a new kind, after a refusal
+    combine(rw, batch, dispatch(rw, batch, "joint"), make_outs(batch, hidden=4))
     batch = make_batch(rw, 2)
-    combine(rw, batch, dispatch(rw, batch, "joint"), make_outs(batch))
+    handle = dispatch(rw, batch, "joint")
+    combine(rw, batch, handle, make_outs(batch))
     dist.barrier()
     if rank != 2:
         received = rw.dispatch(x, ids, weights, **static)
@@ -323,8 +333,9 @@ def static_errors(rank):
         with pytest.raises(railwave.PeerTimeoutError) as caught:
             rw.check()
         assert caught.value.missing == (2,)
+        assert caught.value.call_number == handle.epoch + 2
     dist.barrier()
-    rw.reset()
+    assert rw.reset() == handle.epoch + 1
     combine(rw, batch, dispatch(rw, batch, "joint"), make_outs(batch))
 
 
@@ -351,9 +362,11 @@ def streams(rank):
                 out = torch.zeros(len(received.x), 8, dtype=outs[rank].dtype, device="cuda")
                 out[: len(outs[rank])] = outs[rank].to("cuda")
                 y = rw.combine(out, received.handle)
+            del received  # its memory may be given to what comes now
+            junk = torch.full((4096,), -7, dtype=torch.int32, device="cuda")
             torch.cuda.current_stream().wait_stream(other)
             want = combine_ref(rw.config.topo, outs, batch.expected, batch.num_tokens)
-            assert bits_equal(y, want[rank])
+            assert bits_equal(y, want[rank]) and (junk == -7).all()
     dist.barrier()
 
 

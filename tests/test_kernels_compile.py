@@ -72,7 +72,9 @@ def run_cluster(path, dtype):
     )
     pe.counts[0] = -1  # as for a wrong call
     pe.kernels.notify.notify(
-        world.heap.bases, pe.state, pe.counts, pe.expert_start, **pe.notify_args()
+        *(world.heap.bases, pe.state, pe.counts, pe.expert_start),
+        **pe.notify_args(),
+        shape=pe.config.shape,
     )
     ys = world.combine([r.x for r in received], [r.handle for r in received])
     world.dispatch(xs, routing.topk_idx, routing.topk_weights, path=path, out="view")

@@ -486,8 +486,11 @@ def test_finish(cluster, num_rows, more, copy, ids, data):
         for _ in range(2)
     )
     experts = (tables.expert_rank, tables.expert_pos, tables.expert_start)
+    received = torch.randint(0, 99, (1 + S.RANK_EXPERTS,)).int()
+    received[0] = num_rows
+    counts = pattern(2 + S.RANK_EXPERTS)
     unpack.finish(
-        *(*got, memory.bases, memory.state(), torch.tensor([num_rows]).int(), *experts),
+        *(*got, counts, memory.bases, memory.state(), received, *experts),
         me=me,
         rows_off=memory.off("rows"),
         delivered_off=memory.off("delivered"),
@@ -501,6 +504,7 @@ def test_finish(cluster, num_rows, more, copy, ids, data):
         came[0] = pattern(num_rows, fmt.X_WORDS)
     unpack.finish_ref(*came, rows, *experts, me=me, fmt=fmt)
     memory.check()
+    assert torch.equal(counts[:-1], received) and counts[-1] == pattern(1)
     for a, b in zip(got, want, strict=True):
         assert same_bytes(a, b)
 
@@ -637,7 +641,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     )
     outs = (pattern(2, 2), pattern(2, 2), pattern(2, 2, dtype=torch.float32))
     unpack.finish(
-        *(*outs, memory.bases, state, torch.tensor([2]).int()),
+        *(*outs, pattern(9), memory.bases, state, torch.full((9,), 2).int()),
         *(tables.expert_rank, tables.expert_pos, tables.expert_start),
         **{"me": 0, "rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")},
         **{"shape": S, "fmt": fmt, "programs": 1, "block_m": 4, "block_w": 4},

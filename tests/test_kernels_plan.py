@@ -107,9 +107,9 @@ def test_the_last_program_of_count_tells_all_ranks(case, block_t, parts, wrong, 
     me = data.draw(st.integers(0, S.N * S.G - 1))
     wrong = wrong and len(topk_idx) > 0
     if wrong:
-        topk_idx = topk_idx.clone()
+        topk_idx = topk_idx.long()
         row = data.draw(st.integers(0, len(topk_idx) - 1))
-        topk_idx[row, -1] = data.draw(st.sampled_from([-2, S.E, 2**31 - 1]))
+        topk_idx[row, -1] = data.draw(st.sampled_from([-2, S.E, 2**31 - 1, 2**32]))
     counts = torch.zeros(1 + S.N + S.N * S.G + S.E, dtype=torch.int32)
     maps, state = (pattern(S.N, S.T), pattern(S.T, S.N * S.G)), make_state(epoch=6, notifies=4)
     memory.start()
@@ -226,7 +226,7 @@ def test_forward_without_a_message_passes_nothing_on():
     assert failure(state) == ("notify", 5, mark(config, -1), mark(config, 0))
 
 
-# quota, arrivals, match
+# quota, match
 
 
 class Slices:
@@ -528,7 +528,7 @@ def test_verdict(rows):
     if -1 in rows:
         want = ("verdict", 3, 3 * 2**32 - 1, 3 * 2**32)
     elif named := KERNELS.verdict.verdict_ref(rows, max_rows=5):
-        want = ("verdict", 2 * named[0] + 1, named[1], 5)
+        want = ("overflow", 2 * named[0] + 1, named[1], 5)
     assert failure(state) == want
     assert state[WIRE.FAILED_EPOCH.value] == (3 if want else 0)
     assert flag.item() == bool(want)

@@ -162,7 +162,7 @@ def test_the_place_of_a_word_is_its_wave_and_round():
         (late,) = meeting.late([Wait(word, slice(None), mark + step)])
         words[:] = 0
         meeting.exchange.path = path
-        return meeting._name(late)
+        return meeting._name(late, meeting.exchange.epoch)
 
     chunks = world.config.shape.CHUNKS
     assert name("notify", 4, 1) == "notify of rank 4"

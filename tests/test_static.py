@@ -154,7 +154,7 @@ def test_wrong_limits_are_refused(arguments, error, said):
 
 def overflow_and_go_on(rank):
     """Too many rows, wrong ids, then a good call: on every rank alike, without a reset."""
-    with init(max_recv_rows=6, num_sms=1, pipeline=False) as rw:
+    with init(max_recv_rows=6, num_sms=1, pipeline=False, device="cpu") as rw:
         batch = make_batch(rw, 4, topk=torch.tensor([[0, 2, 4]] * 4))
         mine = [values[rank] for values in batch.arguments]
         for form in ({}, {"static_shapes": True}):
@@ -171,8 +171,13 @@ def overflow_and_go_on(rank):
             assert int(received.num_rows) == (4 if rank in (0, 1, 2) else 0)
             y = rw.combine(received.x, received.handle)
             assert y.shape == few[0].shape
-        with pytest.raises(ValueError, match="stream must be None on a CPU"):
-            rw.dispatch(*mine, stream=object())
+        told = railwave.PeerError if rank != 1 else ValueError
+        with pytest.raises(told, match="stream must be None on a CPU"):
+            rw.dispatch(*mine, stream=object() if rank == 1 else None)
+        received = rw.dispatch(*few, out="view")
+        apart = received.x[:, 2:].clone()
+        odd = rw.combine(received.x[:, 2:], received.handle)  # a part of the region
+        assert bits_equal(odd, rw.combine(apart, received.handle))
 
 
 def test_an_overflow_is_raised_on_every_rank_and_the_next_call_works():

@@ -35,6 +35,8 @@ LAYERS = [
     "world",
     "meeting",
     "rehearsal",
+    "turns",
+    "watch",
     "communicator",
     "calibrate",
     "default",

@@ -12,6 +12,7 @@ from railwave.exchange.combine import combine as combine
 from railwave.exchange.dispatch import dispatch as dispatch
 from railwave.exchange.pe import CallsDiffer as CallsDiffer
 from railwave.exchange.pe import Exchange as Exchange
+from railwave.exchange.pe import Failure as Failure
 from railwave.exchange.pe import Observer as Observer
 from railwave.exchange.pe import Stages as Stages
 from railwave.exchange.pe import Wait as Wait
@@ -21,6 +22,7 @@ from railwave.exchange.refuse import refuse as refuse
 __all__ = [
     "CallsDiffer",
     "Exchange",
+    "Failure",
     "Observer",
     "Stages",
     "Wait",

@@ -80,8 +80,11 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0)
 def _copy_in(sums: _Sums, words: torch.Tensor, rounds: list[Round], *, status: int | None) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     tiles = pe.config.tiles
-    rows = pe.rows(0, 4, torch.int32, row_words=sums.row_words)
+    rows = pe.rows(pe.config.max_recv_rows, 4, torch.int32, row_words=sums.row_words)
     in_place = words.data_ptr() == rows.data_ptr() and words.stride(0) == rows.stride(0)
+    region = layout.regions["rows"]
+    if not in_place and 0 <= words.data_ptr() - rows.data_ptr() < region.size:
+        words = words.clone()  # another part of the view: rows would be copied over one another
     pe.kernels.reduce.copy_in(
         *(pe.heap.bases, pe.state, words, handle.received, handle.out_load, pe.rail_mates),
         *(pe.counts, pe.expert_start),
@@ -94,9 +97,9 @@ def _copy_in(sums: _Sums, words: torch.Tensor, rounds: list[Round], *, status: i
         status=status,
         **pe.notify_args(),
         block_w=tiles.block_w(tiles.block_m),
-        **{k: v for k, v in pe.tiles().items() if k != "shape"},
+        **pe.tiles(),
     )
-    pe.epoch += 1
+    pe.advance()
 
 
 def _own(sums: _Sums, *, tell: bool) -> None:

@@ -6,7 +6,7 @@ count -> forward -> (verdict) -> plan, pack, local -> (put, pack, unpack) a roun
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -85,10 +85,11 @@ def _count(pe: Exchange, call: Call) -> torch.Tensor:
         *(pe.heap.bases, pe.state, pe.expert_start),
         status=call.status,
         **pe.notify_args(),
+        shape=S,
         block_t=tiles.block_t,
         parts=tiles.parts,
     )
-    pe.epoch += 1
+    pe.advance()
     return record_token
 
 
@@ -146,6 +147,8 @@ def _match(
         exchange=pe,
         epoch=pe.epoch,
         static_shapes=call.static_shapes,
+        serial=pe.serial,
+        stream=pe.stream(),
         decision=decision,
     )
 
@@ -159,8 +162,9 @@ class Moves:
     handle: Handle
     plan: Any  # PlanTables
 
-    @property
+    @cached_property
     def _tokens(self) -> Any:
+        """Hold the call's tensors as kernels take them; a copy of x where it must be."""
         call = self.call
         return self.pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
 
@@ -222,13 +226,15 @@ class Moves:
 
 
 def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
+    """Hand out the rows that came, once the node has delivered them."""
     layout, fmt, rows, device = pe.heap.layout, call.fmt, handle.num_rows, pe.device
     tiles = pe.config.tiles
     words = torch.empty(0 if call.view else rows, fmt.X_WORDS, dtype=torch.int32, device=device)
     topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=device)
     weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=device)
+    counts = pe.empty(len(handle.received))
     pe.kernels.unpack.finish(
-        *(words, topk_idx, weights, pe.heap.bases, pe.state, handle.received),
+        *(words, topk_idx, weights, counts, pe.heap.bases, pe.state, handle.received),
         *(pe.expert_rank, pe.expert_pos, pe.expert_start),
         me=pe.pe,
         rows_off=layout["rows"],
@@ -248,7 +254,7 @@ def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
         x=x,
         topk_idx=topk_idx,
         topk_weights=weights,
-        num_rows=handle.received[0],
-        num_tokens_per_expert=handle.received[1 : 1 + num_experts],
+        num_rows=counts[0],
+        num_tokens_per_expert=counts[1 : 1 + num_experts],
         handle=handle,
     )

@@ -14,6 +14,7 @@ import torch
 
 from railwave.config import Config, Round
 from railwave.errors import ReceiveOverflowError
+from railwave.handle import STATIC
 from railwave.heap import LocalHeap, NvshmemHeap, ShmHeap
 from railwave.kernels import load
 
@@ -31,12 +32,18 @@ class Wait:
 
 @dataclass(frozen=True)
 class Failure:
-    """A kernel's wait that passed its deadline."""
+    """Why a phase failed: a wait past its deadline, a wrong call, or rows that do not fit."""
 
-    word: str
-    pe: int  # whose word it is
+    word: str  # of `kernels.wire.WORDS`: "call" and "overflow" are none
+    pe: int  # whose word or call it is
     seen: int
     expected: int
+    epoch: int  # of the phase
+
+    @property
+    def static_there(self) -> bool:
+        """Whether the other rank's call alone is one with static shapes."""
+        return self.seen >= STATIC > self.expected
 
 
 # A stage yields what the next one waits for, to be worked out by who wants to know: it reads tables
@@ -55,6 +62,10 @@ class Observer(Protocol):
 
 class CallsDiffer(Exception):
     """Ranks called with arguments that do not fit together; nothing has moved. For the driver."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
 
 class Exchange:
@@ -84,6 +95,7 @@ class Exchange:
         self.compare_calls = compare_calls
         self.observer: Observer | None = None
         self.epoch = 0  # the host's mirror of the device's counter
+        self.serial = 0  # phases launched, or captured
         self.node, self.local = divmod(pe, config.topo.gpus_per_node)
         self.rail = config.topo.rail_of_gpu[self.local]
         wire = self.kernels.wire
@@ -94,7 +106,6 @@ class Exchange:
         self.counts = self.ints(1 + S.N + S.N * S.G + S.E)
         self.row_index = self.ints(S.T, S.N * S.G)
         self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)  # so far
-        self._rows = 0  # that the device said it will receive, when last asked
         self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
         # A stream for what is packed while a put runs; None: one after the other.
         self.beside = (
@@ -122,6 +133,11 @@ class Exchange:
         self.rail_mates = self.rail_gpus[self.rail].clone()
         self.eligible = topo.eligible_rails[self.node].to(**ints)
 
+    def advance(self) -> None:
+        """Count a phase, whose first kernel is launched."""
+        self.epoch += 1
+        self.serial += 1
+
     def ints(self, *size: int) -> torch.Tensor:
         """Return a zeroed int32 tensor on the device."""
         return torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -141,7 +157,7 @@ class Exchange:
         """Return the arguments of a launcher that tells all ranks."""
         layout = self.heap.layout
         offsets = {f"{k}_off": layout[v] for k, v in NOTIFY_REGIONS.items()}
-        return {"me": self.pe, "shape": self.config.shape, **offsets}
+        return {"me": self.pe, **offsets}
 
     def tiles(self) -> dict[str, Any]:
         """Return the arguments that a launcher of tiles takes."""
@@ -350,30 +366,36 @@ class Exchange:
             CallsDiffer: on every rank, at the same stage, when a call differs or is wrong.
             ReceiveOverflowError: likewise, when rows do not fit somewhere.
         """
-        failure = self.failure()
-        if failure and failure.word in ("call", "verdict"):
-            self.state[self.kernels.wire.FAILED.value] = 0  # all ranks are told, and go on
-            if failure.word == "call":
-                raise CallsDiffer(failure)
-            raise self.overflow(failure)
-        return 0 if failure else self._rows
+        wire = self.kernels.wire
+        state = self.state.tolist()
+        failure = self._failure_in(state)
+        if failure and failure.word in ("call", "overflow"):
+            self.state[wire.FAILED.value : wire.CLOCK_NS.value] = 0  # all are told, and go on
+            raise CallsDiffer(failure) if failure.word == "call" else self.overflow(failure)
+        return 0 if failure else state[wire.ROWS.value]
 
-    def overflow(self, failure: Failure) -> ReceiveOverflowError:
-        """Say that rows do not fit, and what to do."""
+    def overflow(self, failure: Failure, *, after: str = "") -> ReceiveOverflowError:
+        """Say that rows do not fit, and what to do; `after`: before going on."""
         node = failure.pe // self.config.topo.gpus_per_node
         return ReceiveOverflowError(
             f"nothing moved: a rank of node {node} would receive {failure.seen} rows, more than "
             f"max_recv_rows = {failure.expected}; raise max_recv_rows to {failure.seen} or more "
-            f"(always enough: {self.config.max_rows})",
+            f"(always enough: {self.config.max_rows}){after and '; ' + after}",
             num_rows=failure.seen,
         )
 
     def failure(self) -> Failure | None:
-        """Return what the phase's first wait past its deadline waited for, if there was one."""
-        wire, state = self.kernels.wire, self.state.tolist()
-        self._rows = state[wire.ROWS.value]
-        failed, word, peer, seen, expected, _ = state[wire.FAILED.value : wire.CLOCK_NS.value]
-        return Failure(wire.WORDS[word], peer, seen, expected) if failed else None
+        """Wait for the device; return why the first phase failed that did, since the last reset."""
+        return self._failure_in(self.state.tolist())
+
+    def _failure_in(self, state: list[int]) -> Failure | None:
+        wire = self.kernels.wire
+        failed, word, *record = state[wire.FAILED.value : wire.CLOCK_NS.value]
+        return Failure(wire.WORDS[word], *record) if failed else None
+
+    def stream(self) -> torch.cuda.Stream | None:
+        """Return the GPU's current stream."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def saw_arrival(self, recv_load: torch.Tensor, this: Round) -> None:
         """Tell the observer that all of a round has arrived here."""

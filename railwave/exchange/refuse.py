@@ -14,10 +14,12 @@ def refuse(pe: Exchange) -> Stages:
     wire, pe.path = pe.kernels.wire, "none"
     pe.state[wire.EPOCH.value] += 1
     pe.state[wire.NOTIFIES.value] += 1
-    pe.epoch += 1
+    pe.advance()
     pe.counts.zero_()
     pe.counts[0] = BAD_CALL
     pe.kernels.notify.notify(
-        pe.heap.bases, pe.state, pe.counts, pe.expert_start, **pe.notify_args()
+        *(pe.heap.bases, pe.state, pe.counts, pe.expert_start),
+        **pe.notify_args(),
+        shape=pe.config.shape,
     )
     yield from pe.hear_status()

@@ -37,14 +37,16 @@ def _load_experts(
     K_P: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
 ):
-    """Load the experts of tokens `t`: (len(t), K_P) int32, -1 for none."""
+    """Load the experts of tokens `t`: (len(t), K_P) int32, -1 for none, -2 for what no int32 is."""
     k = iota(K_P)
     if CONTIGUOUS:  # then the compiler knows the strides, and loads 16 bytes at a time
         ptrs = topk_idx_ptr + (t * K)[:, None] + k[None, :]
     else:
         ptrs = topk_idx_ptr + (t * stride_t)[:, None] + (k * stride_k)[None, :]
     mask = (t < num_tokens)[:, None] & (k < K)[None, :]
-    return tl.load(ptrs, mask=mask, other=-1).to(tl.int32)
+    given = tl.load(ptrs, mask=mask, other=-1)
+    e = given.to(tl.int32)
+    return tl.where(e.to(tl.int64) == given, e, -2)
 
 
 @helper
@@ -223,8 +225,8 @@ def count(
     """Advance the epoch; number the records and rows of one rank; tell the other ranks.
 
     Args:
-        topk_idx: (T, K) int32 or int64, any strides; -1 selects nothing. Of ids that are not in
-            [-1, E) all ranks are told, and nothing is counted.
+        topk_idx: (T, K) int32 or int64, any strides; -1 selects nothing. If an id is not in
+            [-1, E), all ranks are told that this call is wrong, and it counts nowhere.
         expert_rank: (E,) int32, rank of each expert.
         expert_pos: (E,) int32, position of each expert when sorted by (rank, id).
         counts: out, (1 + N + W + E,) int32: status, records per node, rows per rank, slots per

@@ -314,7 +314,7 @@ def local(
     Args: as `pack`, and
         own_rows: out, (S.T, ENTRIES) int32: entries, with final slots, of each token's rows on the
             own node.
-        row_start: (W, G) int32, from `arrivals`.
+        row_start: (W, G) int32, from `quota`.
         rows_off: byte offset of the region of rows.
         packed_off, delivered_off: byte offsets of the words packed[local GPU], delivered[...].
         tell_packed: say first that the first round is packed; else say last that all is delivered,

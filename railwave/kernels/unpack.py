@@ -129,6 +129,7 @@ def _finish_kernel(
     words_ptr,
     topk_idx_ptr,
     weights_ptr,
+    counts_ptr,
     bases_ptr,
     state_ptr,
     received_ptr,
@@ -142,6 +143,7 @@ def _finish_kernel(
     S: tl.constexpr,
     F: tl.constexpr,
     COPY: tl.constexpr,
+    COUNTS_P: tl.constexpr,
     OUT_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -152,6 +154,11 @@ def _finish_kernel(
         bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), DELIVERED, S
     )
     n: int = clamp(i64(tl.load(received_ptr)), 0, i64(most_rows)) * ok
+    if i64(tl.program_id(0)) == 0:
+        c = iota(COUNTS_P)
+        mask_c = c < 1 + S.RANK_EXPERTS
+        counts = tl.load(received_ptr + c, mask=mask_c, other=0)
+        tl.store(counts_ptr + c, counts, mask=mask_c)
     src_ptr = heap_i32(bases_ptr, me, rows_off)
     end: int = share(n, i64(tl.program_id(0)) + 1)
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
@@ -217,7 +224,7 @@ def unpack(
         bases, state: addresses of all heaps, state of this PE.
         recv_load: (N, G) int32, records that each PE of each node puts to this node.
         rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
-        row_start: (W, G) int32, from `arrivals`.
+        row_start: (W, G) int32, from `quota`.
         me: this PE.
         recv_off: byte offset of the round's receive buffer; one of round_records a peer.
         rows_off, arrived_off, grant_off, packed_off, delivered_off: byte offsets of the rows and of
@@ -248,6 +255,7 @@ def finish(
     words: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
+    counts: torch.Tensor,
     bases: torch.Tensor,
     state: torch.Tensor,
     received: torch.Tensor,
@@ -273,7 +281,8 @@ def finish(
             below.
         topk_idx: out, (rows, K) int32 or int64: local expert ids, -1 for experts elsewhere.
         topk_weights: out, (rows, K) float32, 0 for experts elsewhere.
-        received: (1, ...) int32, from `quota`: rows received.
+        counts: out, (1 + RANK_EXPERTS,) int32, a copy of `received`.
+        received: (1 + RANK_EXPERTS,) int32, from `quota`: rows, then slots of each expert here.
         expert_rank, expert_pos, expert_start: the expert map, as in `count`.
         me: this PE.
         rows_off, delivered_off: byte offsets of the rows and of the words delivered[local GPU].
@@ -281,11 +290,12 @@ def finish(
         programs, block_m, block_w: programs, rows a tile, words of each in it.
     """
     _finish_kernel[(programs,)](
-        *(words, topk_idx, topk_weights, bases, state, received),
+        *(words, topk_idx, topk_weights, counts, bases, state, received),
         *(expert_rank, expert_pos, expert_start, me, rows_off, delivered_off, topk_idx.shape[0]),
         S=shape,
         F=fmt,
         COPY=copy,
+        COUNTS_P=pow2(1 + shape.RANK_EXPERTS),
         OUT_ALIGN=16 if fmt.X_WORDS % 4 == 0 else 4,
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.X_WORDS)),

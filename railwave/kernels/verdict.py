@@ -23,6 +23,7 @@ from .wire import (
     CALL,
     EPOCH,
     NOTIFY,
+    OVERFLOW,
     VERDICT,
     alive,
     fail,
@@ -92,7 +93,7 @@ def _verdict_kernel(bases_ptr, state_ptr, me, verdict_off, S: tl.constexpr):
     most: int = i64(tile_max(tl.where(mask, rows, 0), 0))
     if most > S.MAX_ROWS:
         who: int = i64(tile_min(tl.where(mask & (rows == most), writers, S.N * S.G), 0))
-        fail(state_ptr, VERDICT, who, most, S.MAX_ROWS)
+        fail(state_ptr, OVERFLOW, who, most, S.MAX_ROWS)
 
 
 @jit

@@ -33,7 +33,7 @@ EPOCH = tl.constexpr(0)  # number of the running phase; its first kernel advance
 NOTIFIES = tl.constexpr(1)  # number of notify exchanges so far; its parity picks the area
 DEADLINE_NS = tl.constexpr(2)  # how long a wait may take
 HOST_FLAG = tl.constexpr(3)  # address of an int64 of the host's that becomes 1 with FAILED, or 0
-FAILED = tl.constexpr(4)  # 1 once a wait has passed its deadline; then who and what it waited for:
+FAILED = tl.constexpr(4)  # 1 once a phase has failed; then why, as `fail` was told:
 FAILED_WORD = tl.constexpr(5)
 FAILED_PE = tl.constexpr(6)
 FAILED_SEEN = tl.constexpr(7)
@@ -46,7 +46,8 @@ BAD_IDS = tl.constexpr(13)  # 1 if a token of the running dispatch names no expe
 STATE_WORDS = 14
 
 # The words, each with its writer and readers; an error record holds the position in this tuple.
-# The last is no word: a record of it says that a rank's call was wrong or another one.
+# The last two are no words: a record says that a call was wrong or another one, or that rows do not
+# fit.
 WORDS = (
     "notify",  # rank -> all: its message is here
     "packed",  # owner -> node: all that I owe your round is in your staging
@@ -59,6 +60,7 @@ WORDS = (
     "rows_read",  # ingress -> node: I have read your rows
     "verdict",  # node -> all: the most rows of one of its ranks (`max_recv_rows` bounds them)
     "call",
+    "overflow",
 )
 NOTIFY = tl.constexpr(0)
 PACKED = tl.constexpr(1)
@@ -71,6 +73,7 @@ TAKEN = tl.constexpr(7)
 ROWS_READ = tl.constexpr(8)
 VERDICT = tl.constexpr(9)
 CALL = tl.constexpr(10)
+OVERFLOW = tl.constexpr(11)
 
 
 @helper
