@@ -201,7 +201,7 @@ def _moving(sizes: Sizes) -> list[Case]:
     ids = [t.to(sizes.device) for t in routing.topk_idx]
     pe, call, handle = _after_dispatch(world, ids)
     this, after = (*pe.config.rounds("joint"), None)[:2]
-    moves = Moves(pe, call, handle, pe.plan(balanced=True))
+    moves = Moves(pe, call, handle, pe.plan(balanced=True).row_start)
     record_bytes, row_bytes = call.fmt.RECORD_WORDS * 4, call.fmt.META * 4
     d, s = ((pe.node + sign * this.wave) % pe.config.topo.nodes for sign in (1, -1))
     own = int(handle.num_records[d])

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from railwave.config import Config
 from railwave.handle import STATIC, Call, Handle
-from railwave.kernels.shape import make_format
+from railwave.kernels.shape import bare_format, make_format
 
 _FP4 = "float4_e2m1fn_x2"
 _PARTS_OF_BYTES = {
@@ -27,9 +27,10 @@ SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
 def check_dispatch(
     config: Config,
     xs: Sequence[torch.Tensor],
-    topk_idxs: Sequence[torch.Tensor],
-    topk_weights: Sequence[torch.Tensor],
-    path: str,
+    topk_idxs: Sequence[torch.Tensor] | None,
+    topk_weights: Sequence[torch.Tensor] | None,
+    handles: Sequence[Handle] | None,
+    exchanges: Sequence[Any],
     **form: Any,
 ) -> list[Call]:
     """Check all ranks' arguments to a dispatch and make them calls; `form` as of `check_call`.
@@ -37,17 +38,68 @@ def check_dispatch(
     Raises:
         TypeError, ValueError: see `LocalWorld.dispatch`.
     """
-    lists = {"xs": xs, "topk_idxs": topk_idxs, "topk_weights": topk_weights}
-    for name, values in lists.items():
-        _check_list(values, name, config.topo.num_ranks)
-    calls = []
-    for rank, (x, topk_idx, weights) in enumerate(zip(xs, topk_idxs, topk_weights, strict=True)):
-        calls.append(check_call(config, x, topk_idx, weights, path, **form, where=f"[{rank}]"))
+    ranks = range(config.topo.num_ranks)
+    _check_list(xs, "xs", len(ranks))
+    if handles is not None:
+        check_unused(topk_idxs, topk_weights, ("topk_idxs", "topk_weights"), "handles")
+        _check_list(handles, "handles", len(ranks))
+        for rank in ranks:
+            name, received = f"handles[{rank}]", f"received[{rank}]"
+            check_handle(handles[rank], exchanges[rank], name=name, received=received)
+        _check_one_dispatch(handles)
+        calls = [
+            check_repeat(config, xs[rank], handles[rank], **form, name=f"xs[{rank}]")
+            for rank in ranks
+        ]
+    else:
+        _check_list(topk_idxs, "topk_idxs", len(ranks))
+        _check_list(topk_weights, "topk_weights", len(ranks))
+        calls = [
+            check_call(config, x, topk_idx, weights, **form, where=f"[{rank}]")
+            for rank, (x, topk_idx, weights) in enumerate(
+                zip(xs, topk_idxs, topk_weights, strict=True)  # type: ignore[arg-type]
+            )
+        ]
+        for rank, call in enumerate(calls):
+            top_k = call.topk_idx.shape[1]  # type: ignore[union-attr]
+            _check_same("topk_idxs", "top-k", rank, top_k, calls[0].topk_idx.shape[1])
     for rank, call in enumerate(calls):
         _check_same("xs", "dtype", rank, call.x.dtype, calls[0].x.dtype)
         _check_same("xs", "hidden size", rank, call.x.shape[1], calls[0].x.shape[1])
-        _check_same("topk_idxs", "top-k", rank, call.topk_idx.shape[1], calls[0].topk_idx.shape[1])
     return calls
+
+
+def check_repeat(
+    config: Config,
+    x: torch.Tensor,
+    handle: Handle,
+    *,
+    path: str | None = None,
+    static_shapes: bool | None = None,
+    out: str = "copy",
+    grads: str = "",
+    name: str = "x",
+) -> Call:
+    """Check one rank's arguments to a dispatch that repeats the routing of a handle's."""
+    for what, given, own in (
+        ("path", path, handle.path),
+        ("static_shapes", static_shapes, handle.static_shapes),
+    ):
+        if given is not None and given != own:
+            raise ValueError(f"{what} must be left out, or the handle's {own!r}, got {given!r}")
+    _check_form(handle.static_shapes, out, grads)
+    _check_matrix(x, name, config)
+    if x.shape[0] != handle.num_tokens:
+        raise ValueError(
+            f"{name} must have the {handle.num_tokens} tokens of the handle's dispatch, got "
+            f"{x.shape[0]}"
+        )
+    _check_payload(config, x.shape[1], x.dtype, name)
+    fmt = bare_format(x.shape[1] * x.dtype.itemsize, handle.own_rows.shape[1])
+    static = handle.static_shapes
+    agreed = f"again {handle.epoch} {handle.path} {x.dtype} {x.shape[1]} {grads}"
+    status = _status(agreed, static)
+    return Call(plain(x), None, None, handle.path, fmt, status, static, out == "view", handle)
 
 
 def check_call(
@@ -55,23 +107,25 @@ def check_call(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-    path: str,
+    path: str | None = None,
     *,
-    static_shapes: bool = False,
+    static_shapes: bool | None = None,
     out: str = "copy",
+    grads: str = "",
     check_ids: bool = True,
     where: str = "",
 ) -> Call:
     """Check one rank's arguments.
 
     Args:
+        path: None for joint.
+        grads: what needs gradients, the same on all ranks.
         check_ids: look at topk_idx, for which the host waits for the device.
         where: follows the arguments' names in messages.
     """
-    if not isinstance(static_shapes, bool):
-        raise TypeError(f"static_shapes must be True or False, got {static_shapes!r}")
-    if out not in ("copy", "view"):
-        raise ValueError(f"out must be 'copy' or 'view', got {out!r}")
+    path = "joint" if path is None else path
+    static_shapes = False if static_shapes is None else static_shapes
+    _check_form(static_shapes, out, grads)
     if static_shapes and path == "auto":
         raise ValueError(
             "path must be named where static_shapes is True, got 'auto', which decides by what "
@@ -87,7 +141,8 @@ def check_call(
         x_name, idx_name = f"xs{where}", f"topk_idxs{where}"
     _check_matrix(x, x_name, config)
     _check_matrix(topk_idx, idx_name, config)
-    _check_matrix(topk_weights, weights_name, config)
+    # Weights travel as float32, whatever they are.
+    _check_matrix(topk_weights, weights_name, config, grads=(*SUMMABLE, torch.float64))
     num_tokens, hidden = x.shape
     if num_tokens > config.max_tokens_per_rank:
         per_token = config.layout.size // config.max_tokens_per_rank
@@ -115,10 +170,50 @@ def check_call(
     if check_ids:
         _check_ids(config, topk_idx, idx_name)
     fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
-    agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k} {static_shapes}"
-    status = zlib.crc32(agreed.encode()) & (STATIC - 1) | STATIC * static_shapes
+    agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k} {grads}"
+    status = _status(agreed, static_shapes)
     tensors = plain(x), plain(topk_idx), plain(topk_weights).float()
     return Call(*tensors, path, fmt, status, static_shapes, out == "view")
+
+
+def _status(agreed: str, static_shapes: bool) -> int:
+    """Return a number of what all ranks' calls must agree on."""
+    return zlib.crc32(agreed.encode()) & (STATIC - 1) | STATIC * static_shapes
+
+
+def _check_form(static_shapes: Any, out: Any, grads: str) -> None:
+    if not isinstance(static_shapes, bool):
+        raise TypeError(f"static_shapes must be True or False, got {static_shapes!r}")
+    if out not in ("copy", "view"):
+        raise ValueError(f"out must be 'copy' or 'view', got {out!r}")
+    if out == "view" and grads:
+        raise ValueError(
+            f"out must be 'copy' for gradients of {grads}, got 'view': autograd keeps rows, which "
+            "the next call would overwrite"
+        )
+
+
+def check_given(topk_idx: Any, topk_weights: Any) -> None:
+    """Check that there is a routing, where there is no handle."""
+    for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if value is None:
+            raise TypeError(f"{name} must be given, unless a handle is")
+
+
+def check_unused(topk_idx: Any, topk_weights: Any, names: Sequence[str], given: str) -> None:
+    """Check that there is no routing beside a handle's."""
+    for name, value in zip(names, (topk_idx, topk_weights), strict=True):
+        if value is not None:
+            raise TypeError(f"{name} must be left out where {given} is given: it has the routing")
+
+
+def _check_one_dispatch(handles: Sequence[Handle]) -> None:
+    for rank, handle in enumerate(handles):
+        if handle.epoch != handles[0].epoch:
+            raise ValueError(
+                f"handles must be of one dispatch, got dispatch {handle.epoch} at rank "
+                f"{rank} and {handles[0].epoch} at rank 0"
+            )
 
 
 def _check_ids(config: Config, topk_idx: torch.Tensor, name: str) -> None:
@@ -146,11 +241,7 @@ def check_combine(
     _check_list(handles, "handles", config.topo.num_ranks)
     for rank, handle in enumerate(handles):
         check_handle(handle, exchanges[rank], name=f"handles[{rank}]", received=f"received[{rank}]")
-        if handle.epoch != handles[0].epoch:
-            raise ValueError(
-                f"handles must be of one dispatch, got dispatch {handle.epoch} at rank "
-                f"{rank} and {handles[0].epoch} at rank 0"
-            )
+    _check_one_dispatch(handles)
     for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
         check_out(config, out, handle, name=f"outs[{rank}]")
         _check_same("outs", "dtype", rank, out.dtype, outs[0].dtype)
@@ -187,7 +278,9 @@ def _check_list(values: Any, name: str, num_ranks: int) -> None:
         raise ValueError(f"{name} must have one entry per rank ({num_ranks}), got {len(values)}")
 
 
-def _check_matrix(value: Any, name: str, config: Config) -> None:
+def _check_matrix(
+    value: Any, name: str, config: Config, *, grads: Sequence[torch.dtype] = SUMMABLE
+) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested or value.is_quantized:
@@ -200,10 +293,12 @@ def _check_matrix(value: Any, name: str, config: Config) -> None:
     if value.dtype in _PARTS_OF_BYTES:
         raise TypeError(f"{name} must have elements of whole bytes, got {value.dtype}")
     tangent = forward_ad.unpack_dual(value).tangent if value.is_floating_point() else None
-    if (value.requires_grad and torch.is_grad_enabled()) or tangent is not None:
+    if tangent is not None:
+        raise ValueError(f"{name} must not have a forward-mode tangent: pass {name}.detach()")
+    if value.requires_grad and torch.is_grad_enabled() and value.dtype not in grads:
         raise ValueError(
-            f"{name} must not require gradients, which railwave does not compute yet: call it "
-            f"under torch.no_grad(), or pass {name}.detach()"
+            f"{name} must be {', '.join(str(dtype) for dtype in grads)} to require gradients, got "
+            f"{value.dtype}: call it under torch.no_grad(), or pass {name}.detach()"
         )
 
 

@@ -15,13 +15,22 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from railwave import autograd
 from railwave._version import __version__
-from railwave.arguments import check_call, check_handle, check_out, plain
+from railwave.arguments import (
+    check_call,
+    check_given,
+    check_handle,
+    check_out,
+    check_repeat,
+    check_unused,
+    plain,
+)
 from railwave.config import PATHS, WAVES, Config, fitting
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError, ReceiveOverflowError
 from railwave.exchange import CallsDiffer, Exchange, Failure, Stages, combine, dispatch, refuse
-from railwave.handle import STATIC, Handle, Received
+from railwave.handle import STATIC, Call, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.meeting import Meeting
 from railwave.rehearsal import Rehearsal
@@ -221,11 +230,12 @@ class Communicator:
     def dispatch(
         self,
         x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         *,
-        path: str = "joint",
-        static_shapes: bool = False,
+        handle: Handle | None = None,
+        path: str | None = None,
+        static_shapes: bool | None = None,
         out: str = "copy",
         stream: torch.cuda.Stream | None = None,
     ) -> Received:
@@ -236,8 +246,11 @@ class Communicator:
             topk_idx: (T, K) int32 or int64 expert ids; -1 selects nothing, a repeated id sends the
                 token once.
             topk_weights: (T, K) floating point; carried as float32.
-            path: native, rail, permutation, joint, or auto: as the cost table says for this
-                traffic (`handle.path`, `handle.decision`). All give the same bytes.
+            handle: of an earlier dispatch, whose routing, path and shapes this one repeats, without
+                counting and planning; in place of topk_idx and topk_weights. The rest of the
+                `Received` is that of the earlier one.
+            path: native, rail, permutation, joint (the default), or auto: as the cost table says
+                for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
             static_shapes: give max_recv_rows rows, whatever came, and wait for nothing on a GPU: so
                 this call and its combine can be captured in a CUDA graph. What is wrong with a call
                 of any rank, the GPU finds: the next call raises it, or `check`.
@@ -263,14 +276,47 @@ class Communicator:
             With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and
             all need `reset` before they go on: the one that is wrong, too.
         """
+        grads = autograd.named(x=x, topk_weights=topk_weights)
+        form = {"handle": handle, "path": path, "static_shapes": static_shapes, "out": out}
+        inputs = x, topk_idx, topk_weights
+
+        def run() -> list[Received]:
+            return [self._dispatch(*inputs, **form, grads=grads, stream=stream)]
+
+        if not grads:
+            return run()[0]
+        return autograd.dispatch(self._verbs, run, [x], [topk_weights])[0]
+
+    def _dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        handle: Handle | None = None,
+        path: str | None = None,
+        static_shapes: bool | None = None,
+        out: str = "copy",
+        grads: str = "",
+        stream: torch.cuda.Stream | None = None,
+    ) -> Received:
+        """Dispatch without gradients; `grads`: what needs some."""
         self._check_usable()
+        static = handle.static_shapes if isinstance(handle, Handle) else static_shapes is True
+        decided_there = self._exchange.device_decides(static)
         with self._turns.take(stream, (x, topk_idx, topk_weights)) as capturing:
-            decided_there = self._exchange.device_decides(static_shapes is True)
             try:
                 _check_capture(capturing, decided_there)
                 self._turns.check(stream)
-                form = {"static_shapes": static_shapes, "out": out, "check_ids": not decided_there}
-                call = check_call(self.config, x, topk_idx, topk_weights, path, **form)
+                form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
+                if handle is None:
+                    check_given(topk_idx, topk_weights)
+                    form["check_ids"] = not decided_there
+                    call = check_call(self.config, x, topk_idx, topk_weights, **form)
+                else:
+                    check_unused(topk_idx, topk_weights, ("topk_idx", "topk_weights"), "handle")
+                    self._check_handle(handle)
+                    call = check_repeat(self.config, x, handle, **form)
                 if self._on_gpu:
                     with self.config.on_device():
                         self._rehearsal.dispatch(call, capturing=capturing)
@@ -278,11 +324,10 @@ class Communicator:
                 if capturing:
                     raise
                 return self._refuse("dispatch", error, decided_there)
-            said = (
-                f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}, top-k "
-                f"{call.topk_idx.shape[1]} {call.topk_idx.dtype}, static_shapes {static_shapes}"
-            )
+            if handle is not None and not capturing:
+                self._keep(handle)
             stages = dispatch(self._exchange, call)
+            said = _said(call, grads)
             return self._run(stages, "dispatch", said, decided_there=decided_there)
 
     def combine(
@@ -307,6 +352,31 @@ class Communicator:
             with static shapes, on a GPU, a wrong call is raised on its rank alone, which has not
             taken part: it may call again, rightly, before the others' deadline.
         """
+        grads = autograd.named(out=out, handle=getattr(handle, "anchor", None)) and "out"
+
+        def run() -> list[torch.Tensor]:
+            return [self._combine(out, handle, grads=grads, stream=stream)]
+
+        if not grads:
+            return run()[0]
+
+        return autograd.combine(self._verbs, run, [out], [handle])[0]
+
+    def _combine(
+        self,
+        out: torch.Tensor,
+        handle: Handle,
+        *,
+        grads: str = "",
+        stream: torch.cuda.Stream | None = None,
+        weights: bool = False,
+    ) -> torch.Tensor:
+        """Combine without gradients.
+
+        Args:
+            grads: what needs some.
+            weights: out holds top-k values a row, however small a token is.
+        """
         self._check_usable()
         static_shapes = isinstance(handle, Handle) and handle.static_shapes
         decided_there = self._exchange.device_decides(static_shapes)
@@ -314,9 +384,9 @@ class Communicator:
             try:
                 _check_capture(capturing, decided_there)
                 self._turns.check(stream)
-                check_handle(handle, self._exchange, name="handle", received="received")
-                self._watch.check_handle(handle)
-                check_out(self.config, out, handle, name="out")
+                self._check_handle(handle)
+                if not weights:
+                    check_out(self.config, out, handle, name="out")
                 out = plain(out)
                 if self._on_gpu:
                     with self.config.on_device():
@@ -325,13 +395,26 @@ class Communicator:
                 if capturing or decided_there:
                     raise
                 return self._refuse("combine", error)
-            if handle.stream != self._exchange.stream() and not capturing:
-                record(handle.tensors(), self._exchange.stream())
-            agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]}"
+            if not capturing:
+                self._keep(handle)
+            agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]} {grads}"
             status = zlib.crc32(agreed.encode()) & (STATIC - 1)
             said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
+            said += ", with gradients" if grads else ", without gradients"
             stages = combine(self._exchange, out, handle, status=status)
             return self._run(stages, "combine", said, decided_there=decided_there)
+
+    @property
+    def _verbs(self) -> autograd.Verbs:
+        """What a backward pass runs."""
+
+        def dispatch(xs: Any, handles: Any) -> list[Received]:
+            return [self._dispatch(xs[0], handle=handles[0])]
+
+        def combine(outs: Any, handles: Any) -> list[torch.Tensor]:
+            return [self._combine(outs[0], handles[0], weights=True)]
+
+        return autograd.Verbs(dispatch, combine)
 
     def check(self) -> None:
         """Wait for this rank's GPU; raise what went wrong in calls with static shapes.
@@ -359,6 +442,16 @@ class Communicator:
         elif self._on_gpu and not self._broken:
             self._finished = self._exchange.epoch
         return failure
+
+    def _check_handle(self, handle: Handle) -> None:
+        check_handle(handle, self._exchange, name="handle", received="received")
+        self._watch.check_handle(handle)
+
+    def _keep(self, handle: Handle) -> None:
+        """Keep what a handle holds in memory until the current stream has used it."""
+        stream = self._exchange.stream()
+        if stream != handle.stream:
+            record(handle.tensors(), stream)
 
     def _refuse(self, verb: str, wrong: Exception, decided_there: bool = False) -> Any:
         """Take part in a phase that this rank called wrongly: raise `wrong`, all others theirs."""
@@ -503,6 +596,17 @@ def _shortened(a: str, b: str) -> list[str]:
         text if len(text) <= 200 else f"...{text[start : first + 60]}... (from character {start})"
         for text in (a, b)
     ]
+
+
+def _said(call: Call, grads: str) -> str:
+    """Say what a dispatch was called with, for others whose call differs."""
+    text = f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}"
+    text += f", gradients of {grads}" if grads else ""
+    if call.again:
+        return f"{text}, with the handle of call {call.again.epoch}"
+    assert call.topk_idx is not None
+    top_k, dtype = call.topk_idx.shape[1], call.topk_idx.dtype
+    return f"{text}, top-k {top_k} {dtype}, static_shapes {call.static_shapes}"
 
 
 def _check_capture(capturing: bool, decided_there: bool) -> None:

@@ -41,17 +41,24 @@ def init(*args: object, **kwargs: object) -> Communicator:
 
 def dispatch(
     x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
+    topk_idx: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
     *,
-    path: str = "joint",
-    static_shapes: bool = False,
+    handle: Handle | None = None,
+    path: str | None = None,
+    static_shapes: bool | None = None,
     out: str = "copy",
     stream: torch.cuda.Stream | None = None,
 ) -> Received:
     """Send tokens to the ranks of their experts: `Communicator.dispatch` of the default one."""
-    form = {"path": path, "static_shapes": static_shapes, "out": out, "stream": stream}
-    return _current().dispatch(x, topk_idx, topk_weights, **form)  # type: ignore[arg-type]
+    return _current().dispatch(
+        *(x, topk_idx, topk_weights),
+        handle=handle,
+        path=path,
+        static_shapes=static_shapes,
+        out=out,
+        stream=stream,
+    )
 
 
 def combine(

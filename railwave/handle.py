@@ -43,6 +43,13 @@ class Handle:
     serial: int = 0  # how many phases the host had launched by then
     stream: Any = None  # of a GPU, on which its tensors were made
     decision: Decision | None = None  # where path was "auto": why this path
+    # What its `Received` holds beside x, for a dispatch that repeats this one.
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # (1 + experts,) int32, as `received`
+    # With gradients, a tensor without elements: its gradient function is the dispatch's, so that a
+    # combine leads there on every rank, whatever the rank received.
+    anchor: torch.Tensor | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what the handle holds on the device."""
@@ -58,7 +65,8 @@ class Received:
 
     Attributes:
         x: (rows, H), dtype as dispatched; the caller's own, or with out="view" the region that rows
-            arrive in: rows with a stride, valid until this rank's next dispatch or combine.
+            arrive in: rows with a stride, valid until this rank's next dispatch or combine. Not
+            for training: autograd keeps what experts read, and would find other rows there.
         topk_idx: (rows, K), dtype as dispatched; local expert ids, -1 for experts elsewhere.
         topk_weights: (rows, K) float32; 0 where topk_idx is -1.
         num_rows: () int32 on the device, the rows that came.
@@ -79,10 +87,11 @@ class Call:
     """One rank's checked arguments to a dispatch."""
 
     x: torch.Tensor  # (T, H)
-    topk_idx: torch.Tensor  # (T, K) int32 or int64
-    topk_weights: torch.Tensor  # (T, K) float32
+    topk_idx: torch.Tensor | None  # (T, K) int32 or int64; None with `again`
+    topk_weights: torch.Tensor | None  # (T, K) float32; likewise
     path: str  # or "auto"
     fmt: Format
     status: int  # what all ranks' calls must agree on, as a number; negative for a wrong call
     static_shapes: bool = False
     view: bool = False  # rows are handed out where they arrive
+    again: Handle | None = None  # of the dispatch whose routing this one repeats

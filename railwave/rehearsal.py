@@ -68,10 +68,10 @@ class Rehearsal:
         if call.path == "auto":
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
-        inputs = as_words(call.x), call.topk_idx, call.topk_weights
-        in_rows = call.topk_idx.is_contiguous()
-        kind = (call.path, call.fmt, call.topk_idx.dtype, in_rows, call.view)
-        kind += tuple(_aligned(t) for t in inputs)
+        kind = (call.path, call.fmt, call.view, _aligned(as_words(call.x)))
+        if call.again is None:
+            ids = call.topk_idx
+            kind += (ids.dtype, ids.is_contiguous(), _aligned(ids), _aligned(call.topk_weights))
         if kind in self._kinds:
             return None
         _check_not_capturing(capturing)

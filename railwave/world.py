@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from railwave import autograd
 from railwave.arguments import check_combine, check_dispatch
 from railwave.config import PATHS, Config
 from railwave.cost_table import CostTable, table_for
@@ -135,11 +136,12 @@ class LocalWorld:
     def dispatch(
         self,
         xs: Sequence[torch.Tensor],
-        topk_idxs: Sequence[torch.Tensor],
-        topk_weights: Sequence[torch.Tensor],
+        topk_idxs: Sequence[torch.Tensor] | None = None,
+        topk_weights: Sequence[torch.Tensor] | None = None,
         *,
-        path: str = "joint",
-        static_shapes: bool = False,
+        handles: Sequence[Handle] | None = None,
+        path: str | None = None,
+        static_shapes: bool | None = None,
         out: str = "copy",
     ) -> list[Received]:
         """Send every token to the ranks of its experts.
@@ -149,8 +151,11 @@ class LocalWorld:
             topk_idxs: per rank, (T, K) int32 or int64 expert ids; -1 selects nothing, a repeated
                 id sends the token once.
             topk_weights: per rank, (T, K) floating point; carried as float32.
-            path: native, rail, permutation, joint, or auto: as the cost table says for this
-                traffic (`handle.path`, `handle.decision`). All give the same bytes.
+            handles: per rank, the handle of an earlier dispatch, whose routing, path and shapes
+                this one repeats, without counting and planning; in place of topk_idxs and
+                topk_weights. The rest of each `Received` is that of the earlier one.
+            path: native, rail, permutation, joint (the default), or auto: as the cost table says
+                for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
             static_shapes: give max_recv_rows rows, whatever came; see `Received`.
             out: copy, or view: rows are not copied out of the region that they arrive in.
 
@@ -161,11 +166,18 @@ class LocalWorld:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
             ReceiveOverflowError: a rank would receive more than max_recv_rows rows; likewise.
         """
-        form = {"static_shapes": static_shapes, "out": out}
-        calls = check_dispatch(self.config, xs, topk_idxs, topk_weights, path, **form)
-        return self._run(
-            [dispatch(pe, call) for pe, call in zip(self._exchanges, calls, strict=True)]
-        )
+        grads = autograd.named_in_lists(xs=xs, topk_weights=topk_weights)
+        form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
+        arguments = (xs, topk_idxs, topk_weights, handles)
+        calls = check_dispatch(self.config, *arguments, self._exchanges, **form)
+
+        def run() -> list[Received]:
+            pairs = zip(self._exchanges, calls, strict=True)
+            return self._run([dispatch(pe, call) for pe, call in pairs])
+
+        if not grads:
+            return run()
+        return autograd.dispatch(self._verbs, run, xs, topk_weights or [None] * len(calls))
 
     def combine(
         self, outs: Sequence[torch.Tensor], handles: Sequence[Handle]
@@ -186,9 +198,25 @@ class LocalWorld:
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
         """
-        outs = check_combine(self.config, outs, handles, self._exchanges)
-        pairs = zip(self._exchanges, outs, handles, strict=True)
-        return self._run([combine(pe, out, handle) for pe, out, handle in pairs])
+        plain_outs = check_combine(self.config, outs, handles, self._exchanges)
+
+        def run() -> list[torch.Tensor]:
+            return self._combine(plain_outs, handles)
+
+        if not autograd.named_in_lists(outs=outs, handles=[h.anchor for h in handles]):
+            return run()
+        return autograd.combine(self._verbs, run, outs, handles)
+
+    def _combine(
+        self, outs: Sequence[torch.Tensor], handles: Sequence[Handle]
+    ) -> list[torch.Tensor]:
+        triples = zip(self._exchanges, outs, handles, strict=True)
+        return self._run([combine(pe, out, handle) for pe, out, handle in triples])
+
+    @property
+    def _verbs(self) -> autograd.Verbs:
+        """What a backward pass runs."""
+        return autograd.Verbs(lambda xs, handles: self.dispatch(xs, handles=handles), self._combine)
 
     def _run(self, stages: list[Stages]) -> list[Any]:
         """Run all PEs' stages to their end, each when the words that it waits for are there."""

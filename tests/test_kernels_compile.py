@@ -70,14 +70,9 @@ def run_cluster(path, dtype):
         *(pe.descriptors, world.heap.bases, pe.state, pe.all_pairs, pe.rail_gpus),
         **{"me": pe.pe, "record_bytes": 1, "shape": pe.config.shape, **where},
     )
-    pe.counts[0] = -1  # as for a wrong call
-    pe.kernels.notify.notify(
-        *(world.heap.bases, pe.state, pe.counts, pe.expert_start),
-        **pe.notify_args(),
-        shape=pe.config.shape,
-    )
     ys = world.combine([r.x for r in received], [r.handle for r in received])
     world.dispatch(xs, routing.topk_idx, routing.topk_weights, path=path, out="view")
+    world.dispatch(xs, handles=[r.handle for r in received])
     return ys
 
 

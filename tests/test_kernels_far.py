@@ -92,7 +92,7 @@ def test_case_d1_pack(world):
     counts, record_token, proxy, slot = one_record(3, token, LAST)
     row_index = sparse(T, 4)
     row_index[token] = torch.tensor([-1, -1, -1, 77])
-    records = (counts, record_token, proxy, slot, row_index, far_tokens(token))
+    records = (counts[1:5], record_token, proxy, slot, row_index, far_tokens(token))
     pack.pack(
         *(world.bases, make_state(), *records),
         **{"me": 0, "send_off": SEND, "packed_off": WORD["packed"], "wave": 3, "num_peers": 1},

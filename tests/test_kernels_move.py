@@ -28,7 +28,7 @@ from heaps import (
     same_bytes,
     seeds,
 )
-from railwave.kernels.shape import make_format
+from railwave.kernels.shape import bare_format, make_format
 
 pack, unpack = KERNELS.pack, KERNELS.unpack
 
@@ -62,6 +62,8 @@ def clusters(draw):
         tiles={"chunk": chunk, "chunks": draw(st.sampled_from([1, 3, 256]))},
     )
     fmt = make_format(payload_bytes, K, G)
+    if draw(st.booleans()):  # of a dispatch that repeats another
+        fmt = bare_format(payload_bytes, fmt.ENTRIES)
     return config, fmt, sizes, Memory(config, shift=draw(st.sampled_from([0, FAR])))
 
 
@@ -155,7 +157,8 @@ def test_pack(cluster, num_tokens, wait_step, data):
         for pe in mates
     ]
     for me, rank, (proxy, slot) in zip(mates, ranks, tables, strict=True):
-        records = (rank.counts, rank.record_token, proxy, slot, rank.row_index, rank.tokens)
+        num_records = rank.counts[1 : 1 + S.N]
+        records = (num_records, rank.record_token, proxy, slot, rank.row_index, rank.tokens)
         where = {"me": me, "wave": this.wave, "first": this.first}
         pack.pack(
             *(memory.bases, memory.state(), *records),
@@ -185,7 +188,7 @@ def test_pack_example():
     tokens = pack.Tokens(words, torch.tensor([[4, 5]] * 4), torch.ones(4, 2))
     memory.start()
     pack.pack(
-        *(memory.bases, state, counts, record_token, torch.ones(2, 4).int()),
+        *(memory.bases, state, counts[1:3], record_token, torch.ones(2, 4).int()),
         *(torch.arange(4).int().repeat(2, 1), row_index, tokens),
         **{"me": 0, "send_off": memory.off("send"), "packed_off": memory.off("packed")},
         **{"wave": 1, "num_peers": 1, "first": 2, "round_records": 2},
@@ -241,7 +244,10 @@ def test_local(cluster, num_tokens, tell_packed, data):
     own = rank.row_index[:num_tokens, mates[0] : mates[-1] + 1]
     own[own >= 0] = torch.randperm(int((own >= 0).sum())).int()
     row_start = torch.randint(0, 2, (S.N * S.G, S.G)).int()
-    own_rows, want_own_rows = pattern(S.T, fmt.ENTRIES), pattern(S.T, fmt.ENTRIES)
+    own_rows = pattern(S.T, fmt.ENTRIES)
+    if not fmt.K:  # where rows went before
+        own_rows[:num_tokens] = distinct_entries(config, num_tokens, fmt.ENTRIES)
+    want_own_rows = own_rows.clone()
     memory.start()
     rows = [memory.view(pe, "rows", config.max_rows, fmt.META) for pe in mates]
     records = (rank.row_index, row_start, rank.tokens)
@@ -261,6 +267,18 @@ def test_local(cluster, num_tokens, tell_packed, data):
         memory.words(pe, "packed" if tell_packed else "delivered")[me % S.G] = mark(config, 1)
     memory.check()
     assert torch.equal(own_rows, want_own_rows)
+
+
+def distinct_entries(config, num_records, num_entries):
+    """Draw entries that name no row twice, -1 behind them: (num_records, num_entries)."""
+    S = config.shape
+    free = torch.randperm(config.max_rows).tolist()
+    entries = torch.full((num_records, num_entries), -1, dtype=torch.int32)
+    for record in entries:
+        gpus = torch.randperm(S.G)[: int(torch.randint(1, num_entries + 1, ()))].sort().values
+        named = [free.pop() * S.G + int(g) for g in gpus] if len(free) >= len(gpus) else []
+        record[: len(named)] = torch.tensor(named, dtype=torch.int32)
+    return entries
 
 
 # put
@@ -355,26 +373,24 @@ def granted(memory, me, load, wave, first, step):
 # unpack and finish
 
 
-def fill_received(config, fmt, memory, recv, load, *, me, this):
+def fill_received(config, fmt, recv, in_rows, *, me, this):
     """Fill receive buffers with records as their proxies put them; return row_start.
 
-    Entries name rows of the node that no other entry names.
+    Entries name rows of the node that no other entry names; of records of payload alone they are in
+    the table.
     """
     S = config.shape
     recv[:] = torch.randint(-(2**31), 2**31, recv.shape).int()
-    free = torch.randperm(config.max_rows).tolist()
     nodes = [(me // S.G - this.wave - i) % S.N for i in range(this.num_peers)]
-    row_start = torch.zeros(S.N * S.G, S.G).int()
-    for records, s in zip(recv, nodes, strict=True):
-        for record in records:
-            rank = s * S.G + int(torch.randint(S.G, ()))
-            gpus = torch.randperm(S.G)[: int(torch.randint(1, fmt.ENTRIES + 1, ()))]
-            entries = [free.pop() * S.G + int(g) for g in gpus.sort().values] if free else []
-            record[fmt.META] = rank
-            record[fmt.META + 1 :][: fmt.ENTRIES] = torch.tensor(
-                entries + [-1] * (fmt.ENTRIES - len(entries))
-            )
-    return row_start
+    entries = distinct_entries(config, this.num_peers * this.records, fmt.ENTRIES)
+    entries = entries.view(this.num_peers, this.records, -1)
+    for records, s, of in zip(recv, nodes, entries, strict=True):
+        if fmt.K:
+            records[:, fmt.META] = s * S.G + torch.randint(S.G, (this.records,)).int()
+            records[:, fmt.META + 1 :][:, : fmt.ENTRIES] = of
+        else:
+            in_rows[s, this.first : this.first + this.records] = of[: S.PROXY_RECORDS - this.first]
+    return torch.zeros(S.N * S.G, S.G).int()
 
 
 def run_unpack(memory, state, in_rows, load, row_start, *, me, this, fmt, sizes, after=None):
@@ -412,10 +428,10 @@ def test_unpack(cluster, has_next, data):
     block = (this.num_peers, this.records, fmt.RECORD_WORDS)
     recv = memory.view(me, "recv", *block, start=this.buffer * fmt.RECORD_WORDS * 4)
     load = random_load(config)
-    row_start = fill_received(config, fmt, memory, recv, load, me=me, this=this)
+    in_rows = pattern(S.N, S.PROXY_RECORDS, fmt.ENTRIES)
+    row_start = fill_received(config, fmt, recv, in_rows, me=me, this=this)
     memory.words(me, "arrived")[:] = mark(config, this.step)
     memory.start()
-    in_rows = pattern(S.N, S.PROXY_RECORDS, fmt.ENTRIES)
     want_in_rows = in_rows.clone()
     after = (data.draw(st.integers(1, S.N - 1)), data.draw(st.integers(0, 3)))
     run_unpack(
@@ -608,9 +624,8 @@ def test_nothing_is_written_once_the_phase_has_failed():
     (rank, *_) = node_batch(config, fmt, 4)
     rank.counts[1 : 1 + S.N] = 4
     rank.record_token[:] = torch.arange(4)
-    records = (rank.counts, rank.record_token)
     pack.pack(
-        *(memory.bases, state, *records),
+        *(memory.bases, state, rank.counts[1 : 1 + S.N], rank.record_token),
         *(torch.zeros(3, 4).int(), torch.arange(4).int().repeat(3, 1)),
         *(rank.row_index, rank.tokens),
         **{"me": 0, "send_off": memory.off("send"), "packed_off": memory.off("packed")},

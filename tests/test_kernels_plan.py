@@ -164,6 +164,7 @@ def notify_all(config, memory, states, all_counts, *, block_n, order):
             *(memory.bases, states[me], all_counts[me], config.tables.expert_start),
             me=me,
             outbox_off=memory.off("outbox"),
+            status=int(all_counts[me][0]),
             shape=config.shape,
             **where,
         )
@@ -193,8 +194,8 @@ def test_notify_and_forward(_, N, G, E, block_n, shift, data):
         all_counts = [torch.randint(1, 99, (1 + N + W + E,)).int() for _ in range(W)]
         told = [counts.clone() for counts in all_counts]
         for state in states:
-            state[WIRE.EPOCH.value] = 2 * number
-            state[WIRE.NOTIFIES.value] = number
+            state[WIRE.EPOCH.value] = 2 * number - 1
+            state[WIRE.NOTIFIES.value] = number - 1
         notify_all(config, memory, states, all_counts, block_n=block_n, order=order)
         for pe in range(W):
             areas = memory.view(pe, "messages", 2, W, S.NOTIFY_WORDS)

@@ -30,6 +30,7 @@ LAYERS = [
     "handle",
     "traffic",
     "exchange",
+    "autograd",
     "memory",
     "arguments",
     "world",

@@ -1,10 +1,15 @@
 """Dispatch: every token to the ranks of its experts.
 
 count -> forward -> (verdict) -> plan, pack, local -> (put, pack, unpack) a round -> finish
+
+With an earlier call's handle nothing is counted or planned, and records are payload alone:
+
+begin -> forward -> heard, pack, local -> (put, pack, unpack) a round -> finish
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -13,7 +18,7 @@ from typing import Any
 import torch
 
 from railwave.config import BALANCED, Round
-from railwave.exchange.pe import Exchange, Stages
+from railwave.exchange.pe import Exchange, Stages, Waits
 from railwave.exchange.words import as_words, from_words
 from railwave.handle import Call, Handle, Received
 from railwave.sched import Decision
@@ -27,6 +32,42 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
             on a GPU only the device knows.
     """
     pe.path = call.path
+    moves = yield from _repeat(pe, call) if call.again else _plan(pe, call)
+    rounds = pe.config.rounds(moves.call.path)
+    if rounds:
+        moves.pack(rounds[0])
+    moves.local(tell_packed=bool(rounds))
+    for this, after in zip_longest(rounds, rounds[1:]):
+        yield from _round(moves, this, after)
+    yield pe.all_wait("delivered", 1)
+    return finish(pe, moves.call, moves.handle)
+
+
+def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
+    """Move a round; pack the one after it meanwhile."""
+    pe, out_load = moves.pe, moves.handle.out_load
+    granted = this.step > 1  # a notify grants the first round
+    yield partial(pe.put_waits, out_load, this, packed=True, grant=granted)
+    if after and pe.beside:
+        with pe.beside_put():
+            moves.pack(after, wait_step=this.step)
+    pe.put(
+        *(out_load, this),
+        record_words=moves.call.fmt.RECORD_WORDS,
+        wait_packed=True,
+        wait_grant=granted,
+        tell_taken=False,
+    )
+    if after and not pe.beside:
+        moves.pack(after)
+    elif after:
+        pe.join()
+    yield partial(pe.arrived_waits, moves.handle.in_load, this)
+    moves.unpack(this, after)
+
+
+def _plan(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
+    """Count, tell all ranks, and plan by what all have told."""
     record_token = _count(pe, call)
     yield pe.rail_wait("notify", 0)
 
@@ -47,33 +88,15 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
         if host_hears:
             pe.check_plan()
     num_rows = pe.config.max_recv_rows if call.static_shapes else received
-    handle = _match(pe, call, record_token, plan, num_rows, decision)
-    moves = Moves(pe, call, handle, plan)
-    rounds = pe.config.rounds(call.path)
-    if rounds:
-        moves.pack(rounds[0])
-    moves.local(tell_packed=bool(rounds))
-    for this, after in zip_longest(rounds, rounds[1:]):
-        granted = this.step > 1  # a notify grants the first round
-        yield partial(pe.put_waits, handle.out_load, this, packed=True, grant=granted)
-        if after and pe.beside:
-            with pe.beside_put():
-                moves.pack(after, wait_step=this.step)
-        pe.put(
-            *(handle.out_load, this),
-            record_words=call.fmt.RECORD_WORDS,
-            wait_packed=True,
-            wait_grant=granted,
-            tell_taken=False,
-        )
-        if after and not pe.beside:
-            moves.pack(after)
-        elif after:
-            pe.join()
-        yield partial(pe.arrived_waits, handle.in_load, this)
-        moves.unpack(this, after)
-    yield pe.all_wait("delivered", 1)
-    return finish(pe, call, handle)
+    return Moves(pe, call, _match(pe, call, record_token, plan, num_rows, decision), plan.row_start)
+
+
+def _repeat(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
+    """Only tell all ranks that this one begins: who sends what where is as in an earlier call."""
+    pe.begin(call.status)
+    yield from pe.hear_status(host_hears=not pe.device_decides(call.static_shapes))
+    handle = replace(call.again, epoch=pe.epoch, serial=pe.serial, stream=pe.stream())
+    return Moves(pe, call, handle, handle.in_load)  # row_start is not read
 
 
 def _count(pe: Exchange, call: Call) -> torch.Tensor:
@@ -160,13 +183,15 @@ class Moves:
     pe: Exchange
     call: Call
     handle: Handle
-    plan: Any  # PlanTables
+    row_start: torch.Tensor  # (W, G) int32, from `quota`
 
     @cached_property
     def _tokens(self) -> Any:
         """Hold the call's tensors as kernels take them; a copy of x where it must be."""
-        call = self.call
-        return self.pe.kernels.pack.Tokens(as_words(call.x), call.topk_idx, call.topk_weights)
+        call, words = self.call, as_words(self.call.x)
+        if call.again:
+            return self.pe.kernels.pack.Tokens(words, words, words.view(torch.float32))
+        return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)
 
     def pack(self, this: Round, *, wait_step: int = 0) -> None:
         """Write a round's records to their proxies; `wait_step`: beside a put."""
@@ -174,8 +199,8 @@ class Moves:
         layout, tiles = pe.heap.layout, pe.config.tiles
         programs = pe.programs(this)
         pe.kernels.pack.pack(
-            *(pe.heap.bases, pe.state, pe.counts, handle.record_token, handle.proxy, handle.slot),
-            *(pe.row_index, self._tokens),
+            *(pe.heap.bases, pe.state, handle.num_records, handle.record_token),
+            *(handle.proxy, handle.slot, pe.row_index, self._tokens),
             send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
             packed_off=layout["packed"],
             wait_step=wait_step,
@@ -189,7 +214,7 @@ class Moves:
         """Write the rows of the own node."""
         pe, call, layout, tiles = self.pe, self.call, self.pe.heap.layout, self.pe.config.tiles
         pe.kernels.pack.local(
-            *(self.handle.own_rows, pe.heap.bases, pe.state, pe.row_index, self.plan.row_start),
+            *(self.handle.own_rows, pe.heap.bases, pe.state, pe.row_index, self.row_start),
             self._tokens,
             me=pe.pe,
             rows_off=layout["rows"],
@@ -208,7 +233,7 @@ class Moves:
         layout, tiles = pe.heap.layout, pe.config.tiles
         pe.kernels.unpack.unpack(
             *(handle.in_rows, pe.heap.bases, pe.state, handle.in_load, pe.rail_mates),
-            self.plan.row_start,
+            self.row_start,
             recv_off=layout["recv"] + this.buffer * call.fmt.RECORD_WORDS * 4,
             rows_off=layout["rows"],
             arrived_off=layout["arrived"],
@@ -227,12 +252,15 @@ class Moves:
 
 def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
     """Hand out the rows that came, once the node has delivered them."""
-    layout, fmt, rows, device = pe.heap.layout, call.fmt, handle.num_rows, pe.device
-    tiles = pe.config.tiles
-    words = torch.empty(0 if call.view else rows, fmt.X_WORDS, dtype=torch.int32, device=device)
-    topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=device)
-    weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=device)
-    counts = pe.empty(len(handle.received))
+    layout, fmt, rows, tiles = pe.heap.layout, call.fmt, handle.num_rows, pe.config.tiles
+    words = pe.empty(0 if call.view else rows, fmt.X_WORDS)
+    if call.again:
+        topk_idx, weights, counts = handle.topk_idx, handle.topk_weights, handle.counts
+    else:
+        topk_idx = torch.empty(rows, fmt.K, dtype=call.topk_idx.dtype, device=pe.device)
+        weights = torch.empty(rows, fmt.K, dtype=torch.float32, device=pe.device)
+        counts = pe.empty(len(handle.received))
+        handle = replace(handle, topk_idx=topk_idx, topk_weights=weights, counts=counts)
     pe.kernels.unpack.finish(
         *(words, topk_idx, weights, counts, pe.heap.bases, pe.state, handle.received),
         *(pe.expert_rank, pe.expert_pos, pe.expert_start),

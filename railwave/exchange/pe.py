@@ -302,7 +302,17 @@ class Exchange:
             shape=self.config.shape,
         )
 
-    def hear_status(self) -> Stages:
+    def begin(self, status: int) -> None:
+        """Begin a phase that counts nothing: tell all ranks the status of this one's call."""
+        self.kernels.notify.notify(
+            *(self.heap.bases, self.state, self.counts, self.expert_start),
+            **self.notify_args(),
+            status=status,
+            shape=self.config.shape,
+        )
+        self.advance()
+
+    def hear_status(self, *, host_hears: bool = True) -> Stages:
         """Hear the status of every rank's call and compare it with the own one.
 
         Raises:
@@ -319,7 +329,8 @@ class Exchange:
             word_off=layout["notify"],
             shape=self.config.shape,
         )
-        self.check_plan()
+        if host_hears:
+            self.check_plan()
 
     def device_decides(self, static_shapes: bool) -> bool:
         """Say whether the host must not wait to hear how a phase goes."""

@@ -11,15 +11,6 @@ def refuse(pe: Exchange) -> Stages:
     Raises:
         CallsDiffer: always, as on every other rank.
     """
-    wire, pe.path = pe.kernels.wire, "none"
-    pe.state[wire.EPOCH.value] += 1
-    pe.state[wire.NOTIFIES.value] += 1
-    pe.advance()
-    pe.counts.zero_()
-    pe.counts[0] = BAD_CALL
-    pe.kernels.notify.notify(
-        *(pe.heap.bases, pe.state, pe.counts, pe.expert_start),
-        **pe.notify_args(),
-        shape=pe.config.shape,
-    )
+    pe.path = "none"
+    pe.begin(BAD_CALL)
     yield from pe.hear_status()

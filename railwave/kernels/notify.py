@@ -20,6 +20,7 @@ from .lang import cdiv, helper, i64, iota, jit
 from .nvshmem import libraries, put_signal, quiet, settle
 from .shape import Shape, pow2
 from .wire import (
+    EPOCH,
     NOTIFIES,
     NOTIFY,
     alive,
@@ -114,12 +115,17 @@ def _notify_kernel(
     notify_off,
     word_off,
     outbox_off,
+    status,
     S: tl.constexpr,
     WORDS_P: tl.constexpr,
     PEERS_P: tl.constexpr,
     EXPERTS_P: tl.constexpr,
 ):
-    """Send what `counts` holds. One program."""
+    """Advance the epoch; send the status and what else `counts` holds. One program."""
+    tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
+    tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
+    tl.store(counts_ptr, status)
+    tl.debug_barrier()
     send_counts(
         *(bases_ptr, state_ptr, counts_ptr, expert_start_ptr),
         *(i64(me), i64(notify_off), i64(word_off), i64(outbox_off)),
@@ -178,11 +184,13 @@ def notify(
     notify_off: int,
     word_off: int,
     outbox_off: int,
+    status: int,
     shape: Shape,
 ) -> None:
-    """Send this rank's counts to the PE of its rail at every node and to its node-mates.
+    """Begin a phase that counts nothing: tell the PE of the rail at every node, and node-mates.
 
-    For a phase that counts nothing, since this rank called it wrongly.
+    It repeats an earlier dispatch, or this rank called it wrongly: of a message only the status
+    matters.
 
     Args:
         bases: (W,) int64, address of every PE's heap.
@@ -193,9 +201,10 @@ def notify(
         notify_off: byte offset of the two notify areas, (2, W, NOTIFY_WORDS) int32.
         word_off: byte offset of the words notify[rank], (W,) int64.
         outbox_off: byte offset of the messages that NVSHMEM puts, (N, NOTIFY_WORDS) int32.
+        status: what this rank says of its call; negative for a wrong one.
     """
     _notify_kernel[(1,)](
-        *(bases, state, counts, expert_start, me, notify_off, word_off, outbox_off),
+        *(bases, state, counts, expert_start, me, notify_off, word_off, outbox_off, status),
         S=shape,
         **message_tiles(shape),
         **libraries(shape),

@@ -58,13 +58,14 @@ def _store_rows(
 
     dst: (len(t), copies) addresses of each token's rows, 0 for none. The token is read once.
     """
-    k = iota(F.K_P)
-    mask_k = (k < F.K)[None, :]
-    mask = mask_t[:, None] & mask_k
-    src_ptrs = topk_idx_ptr + (t * stride_idx_t)[:, None] + (k * stride_idx_k)[None, :]
-    ids = tl.load(src_ptrs, mask=mask, other=-1).to(tl.int32)
-    src_ptrs = weights_ptr + (t * stride_weights_t)[:, None] + (k * stride_weights_k)[None, :]
-    weights = tl.load(src_ptrs, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    if F.K > 0:
+        k = iota(F.K_P)
+        mask_k = (k < F.K)[None, :]
+        mask = mask_t[:, None] & mask_k
+        src_ptrs = topk_idx_ptr + (t * stride_idx_t)[:, None] + (k * stride_idx_k)[None, :]
+        ids = tl.load(src_ptrs, mask=mask, other=-1).to(tl.int32)
+        src_ptrs = weights_ptr + (t * stride_weights_t)[:, None] + (k * stride_weights_k)[None, :]
+        weights = tl.load(src_ptrs, mask=mask, other=0.0).to(tl.int32, bitcast=True)
     src_rows = words_ptr + (t * stride_words_t)[:, None]
     src_rows = tl.multiple_of(src_rows, [ROW_ALIGN, ROW_ALIGN])
     for w in range(0, F.IDS, BLOCK_W):
@@ -78,7 +79,7 @@ def _store_rows(
                 there = (to > 0)[:, None]
                 ptrs = tl.multiple_of(to.to(tl.pointer_type(tl.int32))[:, None], [16, 16])
                 tl.store(ptrs + offs_w[None, :], words, mask=there & mask_w)
-                if w == 0:
+                if (F.K > 0) and (w == 0):
                     tl.store(ptrs + F.IDS + k[None, :], ids, mask=there & mask_k)
                     tl.store(ptrs + F.WEIGHTS + k[None, :], weights, mask=there & mask_k)
 
@@ -111,7 +112,7 @@ def _store_entries(dst_ptrs, rows, mask_i, F: tl.constexpr, S: tl.constexpr):
 def _pack_kernel(
     bases_ptr,
     state_ptr,
-    counts_ptr,
+    num_records_ptr,
     record_token_ptr,
     proxy_ptr,
     slot_ptr,
@@ -150,7 +151,7 @@ def _pack_kernel(
     peer: int = i64(tl.program_id(1))
     d: int = (node + i64(wave) + peer) % S.N
     first: int = i64(first)
-    n: int = i64(tl.load(counts_ptr + 1 + d)) * alive(state_ptr)
+    n: int = i64(tl.load(num_records_ptr + d)) * alive(state_ptr)
     if i64(wait_step) > 0:
         value: int = mark(state_ptr, i64(wait_step), S)
         n: int = n * wait_node(bases_ptr, state_ptr, me, packed_off, value, PACKED, S)
@@ -167,15 +168,16 @@ def _pack_kernel(
         mask_i = (place >= 0) & (place < ROUND_RECORDS)
         dst = tl.load(bases_ptr + pe, mask=mask_i, other=0) + buffer_off
         dst = tl.where(mask_i, dst + place * (F.RECORD_WORDS * 4), 0)
-        rows = _load_rows(row_index_ptr, t, mask_i, d, S)
         _store_rows(
             *(dst[:, None], t, mask_i, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
             *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
-        meta_ptrs = dst.to(tl.pointer_type(tl.int32)) + F.META
-        tl.store(meta_ptrs, me + t * 0, mask=mask_i)
-        _store_entries(meta_ptrs + 1, rows, mask_i, F, S)
+        if F.K > 0:
+            meta_ptrs = dst.to(tl.pointer_type(tl.int32)) + F.META
+            tl.store(meta_ptrs, me + t * 0, mask=mask_i)
+            rows = _load_rows(row_index_ptr, t, mask_i, d, S)
+            _store_entries(meta_ptrs + 1, rows, mask_i, F, S)
 
 
 @jit
@@ -222,10 +224,19 @@ def _local_kernel(
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         t = i + iota(BLOCK_M)
         mask_t = t < end
-        rows = _load_rows(row_index_ptr, t, mask_t, node, S)
-        rows = tl.where(rows >= 0, rows + starts[None, :], -1)
-        dst = tl.where(rows >= 0, bases[None, :] + rows * (F.META * 4), 0)
-        _store_entries(own_rows_ptr + t * F.ENTRIES, rows, mask_t, F, S)
+        if F.K > 0:
+            rows = _load_rows(row_index_ptr, t, mask_t, node, S)
+            rows = tl.where(rows >= 0, rows + starts[None, :], -1)
+            dst = tl.where(rows >= 0, bases[None, :] + rows * (F.META * 4), 0)
+            _store_entries(own_rows_ptr + t * F.ENTRIES, rows, mask_t, F, S)
+        else:
+            e = iota(F.ENTRIES_P)
+            mask = mask_t[:, None] & (e < F.ENTRIES)[None, :]
+            ptrs = own_rows_ptr + (t * F.ENTRIES)[:, None] + e[None, :]
+            entry = tl.load(ptrs, mask=mask, other=-1).to(tl.int64)
+            pe = node * S.G + tl.where(entry >= 0, entry % S.G, 0)
+            dst = tl.load(bases_ptr + pe, mask=entry >= 0, other=0) + rows_off
+            dst = tl.where(entry >= 0, dst + entry // S.G * (F.META * 4), 0)
         _store_rows(
             *(dst, t, mask_t, words_ptr, stride_words_t),
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
@@ -239,7 +250,7 @@ def _local_kernel(
 def pack(
     bases: torch.Tensor,
     state: torch.Tensor,
-    counts: torch.Tensor,
+    num_records: torch.Tensor,
     record_token: torch.Tensor,
     proxy: torch.Tensor,
     slot: torch.Tensor,
@@ -265,7 +276,9 @@ def pack(
 
     Args:
         bases, state: addresses of all heaps, state of this PE.
-        counts, record_token, row_index: from `count`; proxy, slot: from `match`.
+        num_records: (N,) int32, records of this rank to each node, from `quota`.
+        record_token, row_index: from `count`; proxy, slot: from `match`. row_index is not read
+            where records are payload alone.
         tokens: the rank's input.
         me: this PE.
         send_off: byte offset of the round's send buffer; one buffer of round_records a peer.
@@ -277,7 +290,7 @@ def pack(
         warps: of a program.
     """
     _pack_kernel[(programs, num_peers)](
-        *(bases, state, counts, record_token, proxy, slot, row_index, *tokens.kernel_args()),
+        *(bases, state, num_records, record_token, proxy, slot, row_index, *tokens.kernel_args()),
         *(me, send_off, packed_off, wave, first, wait_step),
         S=shape,
         F=fmt,
@@ -313,7 +326,7 @@ def local(
 
     Args: as `pack`, and
         own_rows: out, (S.T, ENTRIES) int32: entries, with final slots, of each token's rows on the
-            own node.
+            own node. Where rows are payload alone it is read instead, and row_index, row_start not.
         row_start: (W, G) int32, from `quota`.
         rows_off: byte offset of the region of rows.
         packed_off, delivered_off: byte offsets of the words packed[local GPU], delivered[...].
@@ -336,8 +349,9 @@ def local(
 def _store_row_ref(row: torch.Tensor, tokens: Tokens, t: int, fmt: Format) -> None:
     row[: fmt.IDS] = 0
     row[: fmt.X_WORDS] = tokens.words[t]
-    row[fmt.IDS : fmt.IDS + fmt.K] = tokens.topk_idx[t]
-    row[fmt.WEIGHTS : fmt.WEIGHTS + fmt.K] = tokens.topk_weights[t].view(torch.int32)
+    if fmt.K:
+        row[fmt.IDS : fmt.IDS + fmt.K] = tokens.topk_idx[t]
+        row[fmt.WEIGHTS : fmt.WEIGHTS + fmt.K] = tokens.topk_weights[t].view(torch.int32)
 
 
 def _entries_ref(rows: torch.Tensor, shape: Shape, fmt: Format) -> torch.Tensor:
@@ -347,7 +361,7 @@ def _entries_ref(rows: torch.Tensor, shape: Shape, fmt: Format) -> torch.Tensor:
 
 def pack_ref(
     send: list[torch.Tensor],
-    counts: torch.Tensor,
+    num_records: torch.Tensor,
     record_token: torch.Tensor,
     proxy: torch.Tensor,
     slot: torch.Tensor,
@@ -370,14 +384,15 @@ def pack_ref(
     num_peers, round_records, _ = send[0].shape
     for peer in range(num_peers):
         d = (node + wave + peer) % S.N
-        for i in range(int(counts[1 + d])):
+        for i in range(int(num_records[d])):
             place = int(slot[d, i]) - first
             if 0 <= place < round_records:
                 record, t = send[int(proxy[d, i])][peer, place], int(record_token[d, i])
-                rows = row_index[t, d * S.G : (d + 1) * S.G]
                 _store_row_ref(record, tokens, t, fmt)
-                record[fmt.META] = me
-                record[fmt.META + 1 :][: fmt.ENTRIES] = _entries_ref(rows, S, fmt)
+                if fmt.K:
+                    rows = row_index[t, d * S.G : (d + 1) * S.G]
+                    record[fmt.META] = me
+                    record[fmt.META + 1 :][: fmt.ENTRIES] = _entries_ref(rows, S, fmt)
 
 
 def local_ref(
@@ -397,9 +412,10 @@ def local_ref(
     """
     S, node = shape, me // shape.G
     for t in range(len(tokens.words)):
-        index = row_index[t, node * S.G : (node + 1) * S.G]
-        final = torch.where(index >= 0, index + row_start[me], -1)
-        own_rows[t] = _entries_ref(final, S, fmt)
-        for g, row in enumerate(final.tolist()):
-            if row >= 0:
-                _store_row_ref(rows[g][row], tokens, t, fmt)
+        if fmt.K:
+            index = row_index[t, node * S.G : (node + 1) * S.G]
+            final = torch.where(index >= 0, index + row_start[me], -1)
+            own_rows[t] = _entries_ref(final, S, fmt)
+        for entry in own_rows[t].tolist():
+            if entry >= 0:
+                _store_row_ref(rows[entry % S.G][entry // S.G], tokens, t, fmt)

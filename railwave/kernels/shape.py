@@ -49,6 +49,8 @@ class Format:
     A record is `[payload | expert ids | weights | source rank, entries]`, each segment padded to 16
     bytes; a row is its first part, payload, ids and weights. An entry says where the record has a
     row: `row * G + local GPU`, by ascending GPU, -1 when there are no more.
+
+    With K = 0 records and rows are payload alone: both ends know the rest from an earlier dispatch.
     """
 
     K: int
@@ -111,6 +113,23 @@ RECORD_WORDS=16)
         ENTRIES_P=pow2(entries),
         RECORD_WORDS=meta + padded(1 + entries),
     )
+
+
+def bare_format(payload_bytes: int, entries: int) -> Format:
+    """Lay out records of payload alone, of a call that repeats an earlier one's routing.
+
+    Args:
+        payload_bytes: bytes of one token's x.
+        entries: of each record, in the tables that both ends hold.
+
+    Example:
+        >>> bare_format(14, 2)
+        Format(K=0, K_P=1, X_WORDS=4, IDS=4, WEIGHTS=4, META=4, ENTRIES=2, ENTRIES_P=2, \
+RECORD_WORDS=4)
+    """
+    x_words = -(-payload_bytes // 4)
+    row = padded(x_words)
+    return Format(0, 1, x_words, row, row, row, entries, pow2(entries), row)
 
 
 def row_align(words: torch.Tensor) -> int:

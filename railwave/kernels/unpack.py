@@ -96,17 +96,21 @@ def _unpack_kernel(
             record = i + iota(BLOCK_M)
             mask_i = record < end
             src_ptrs = src_ptr + record * F.RECORD_WORDS
-            rank = tl.load(src_ptrs + F.META, mask=mask_i, other=0).to(tl.int64)
             mask = mask_i[:, None] & (e < F.ENTRIES)[None, :]
-            entry_ptrs = src_ptrs[:, None] + (F.META + 1) + e[None, :]
+            in_record = s * S.PROXY_RECORDS + first + record
+            in_ptrs = in_rows_ptr + (in_record * F.ENTRIES)[:, None] + e[None, :]
+            entry_ptrs = in_ptrs
+            if F.K > 0:
+                entry_ptrs = src_ptrs[:, None] + (F.META + 1) + e[None, :]
             entry = tl.load(entry_ptrs, mask=mask, other=-1).to(tl.int64)
             there = entry >= 0
             g = tl.where(there, entry % S.G, 0)
-            start_ptrs = row_start_ptr + (rank * S.G)[:, None] + g
-            final = tl.load(start_ptrs, mask=there, other=0).to(tl.int64) + entry // S.G
-            in_record = s * S.PROXY_RECORDS + first + record
-            in_ptrs = in_rows_ptr + (in_record * F.ENTRIES)[:, None] + e[None, :]
-            tl.store(in_ptrs, tl.where(there, final * S.G + g, -1), mask=mask)
+            final = entry // S.G
+            if F.K > 0:
+                rank = tl.load(src_ptrs + F.META, mask=mask_i, other=0).to(tl.int64)
+                start_ptrs = row_start_ptr + (rank * S.G)[:, None] + g
+                final += tl.load(start_ptrs, mask=there, other=0).to(tl.int64)
+                tl.store(in_ptrs, tl.where(there, final * S.G + g, -1), mask=mask)
             dst = tl.load(bases_ptr + node * S.G + g, mask=there, other=0) + rows_off
             dst = tl.where(there, dst + final * (F.META * 4), 0)
             src_rows = tl.multiple_of(src_ptrs[:, None], [16, 16])
@@ -174,18 +178,19 @@ def _finish_kernel(
                 mask_x = mask_i[:, None] & (offs_w < F.X_WORDS)[None, :]
                 words = tl.load(src_rows + offs_w[None, :], mask=mask_x, other=0)
                 tl.store(dst_rows + offs_w[None, :], words, mask=mask_x)
-        k = iota(F.K_P)
-        mask = mask_i[:, None] & (k < F.K)[None, :]
-        offs = (offs_i * F.K)[:, None] + k[None, :]
-        ids = tl.load(src_ptrs[:, None] + F.IDS + k[None, :], mask=mask, other=-1).to(tl.int64)
-        rank = tl.load(expert_rank_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
-        pos = tl.load(expert_pos_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
-        here = rank == me
-        pos = tl.where(here, pos - i64(tl.load(expert_start_ptr + me)), -1)
-        tl.store(topk_idx_ptr + offs, pos, mask=mask)
-        bits = tl.load(src_ptrs[:, None] + F.WEIGHTS + k[None, :], mask=mask, other=0)
-        weights = tl.where(here, bits, 0).to(tl.float32, bitcast=True)
-        tl.store(weights_ptr + offs, weights, mask=mask)
+        if F.K > 0:
+            k = iota(F.K_P)
+            mask = mask_i[:, None] & (k < F.K)[None, :]
+            offs = (offs_i * F.K)[:, None] + k[None, :]
+            ids = tl.load(src_ptrs[:, None] + F.IDS + k[None, :], mask=mask, other=-1).to(tl.int64)
+            rank = tl.load(expert_rank_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
+            pos = tl.load(expert_pos_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
+            here = rank == me
+            pos = tl.where(here, pos - i64(tl.load(expert_start_ptr + me)), -1)
+            tl.store(topk_idx_ptr + offs, pos, mask=mask)
+            bits = tl.load(src_ptrs[:, None] + F.WEIGHTS + k[None, :], mask=mask, other=0)
+            weights = tl.where(here, bits, 0).to(tl.float32, bitcast=True)
+            tl.store(weights_ptr + offs, weights, mask=mask)
 
 
 def unpack(
@@ -220,7 +225,8 @@ def unpack(
 
     Args:
         in_rows: out, (N, PROXY_RECORDS, ENTRIES) int32: entries, with final slots, of the record
-            that came from node s in slot i.
+            that came from node s in slot i. Where records are payload alone it is read instead, and
+            row_start not.
         bases, state: addresses of all heaps, state of this PE.
         recv_load: (N, G) int32, records that each PE of each node puts to this node.
         rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
@@ -328,15 +334,16 @@ def unpack_ref(
         s = (node - wave - peer) % S.N
         num_records = min(max(int(recv_load[s, local]) - first, 0), len(records))
         for i, record in enumerate(records[:num_records]):
-            rank, *entries = record[fmt.META :][: 1 + fmt.ENTRIES].tolist()
-            for e, entry in enumerate(entries):
-                final = -1
+            if fmt.K:
+                rank, *entries = record[fmt.META :][: 1 + fmt.ENTRIES].tolist()
+                starts = row_start[rank].tolist()
+                final = [
+                    entry + starts[entry % S.G] * S.G if entry >= 0 else -1 for entry in entries
+                ]
+                in_rows[s, first + i] = torch.tensor(final)
+            for entry in in_rows[s, first + i].tolist():
                 if entry >= 0:
-                    row, g = divmod(entry, S.G)
-                    row += int(row_start[rank, g])
-                    rows[g][row] = record[: fmt.META]
-                    final = row * S.G + g
-                in_rows[s, first + i, e] = final
+                    rows[entry % S.G][entry // S.G] = record[: fmt.META]
 
 
 def finish_ref(
@@ -354,6 +361,8 @@ def finish_ref(
     """Do what `finish` does, from rows (slots, META) int32 of this PE."""
     for i, row in enumerate(rows[: len(words)]):
         words[i] = row[: fmt.X_WORDS]
+        if not fmt.K:
+            continue
         ids = row[fmt.IDS : fmt.IDS + fmt.K].tolist()
         weights = row[fmt.WEIGHTS : fmt.WEIGHTS + fmt.K].view(torch.float32)
         for k, e in enumerate(ids):

@@ -1,0 +1,157 @@
+"""Gradients: the backward of a dispatch is a combine, that of a combine a dispatch.
+
+With row r of token t on rank w, and y the sum over a token's rows:
+
+    dispatch: x_r = x_t, w_rk = w_tk on one rank        dx_t = sum of dx_r, dw_tk = sum of dw_rk
+    combine:  y_t = sum of o_r                          do_r = dy_t
+
+All ranks take part in every backward phase, in the order of the forward ones turned round: so what
+needs gradients must be the same on all ranks (calls are compared), and every rank's loss must
+depend on what its combine returned. A rank that received no row still takes part: its combine leads
+to the dispatch by the handle's `anchor`.
+
+One `Function` serves all drivers: tensors are lists over the ranks that a driver runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from railwave.handle import Handle, Received
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """Dispatch and combine without gradients, of all ranks that a driver runs."""
+
+    dispatch: Callable[[Tensors, Sequence[Handle]], list[Received]]  # repeats
+    combine: Callable[[Tensors, Sequence[Handle]], list[torch.Tensor]]
+
+
+def named(**tensors: Any) -> str:
+    """Name those of the tensors that need a gradient, here and now; "" for none."""
+    if not torch.is_grad_enabled():
+        return ""
+    needs = [n for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad]
+    return " and ".join(needs)
+
+
+def named_in_lists(**lists: Any) -> str:
+    """Name those of the lists over ranks of which a tensor needs a gradient; "" for none."""
+    return " and ".join(
+        name
+        for name, values in lists.items()
+        if isinstance(values, list | tuple) and any(named(value=v) for v in values)
+    )
+
+
+def dispatch(
+    verbs: Verbs, run: Callable[[], list[Received]], xs: Tensors, topk_weights: Sequence[Any]
+) -> list[Received]:
+    """Run a dispatch so that gradients flow to xs and topk_weights.
+
+    Args:
+        run: the dispatch of these tensors, which need not be differentiable.
+        topk_weights: None, each, where a handle's routing is repeated.
+    """
+    given = [weights for weights in topk_weights if weights is not None]
+    made: list[Received] = []
+    outputs = _Dispatch.apply(verbs, run, made, len(xs), *xs, *given)
+    n = len(made)
+    parts = [outputs[i * n : (i + 1) * n] for i in range(3)]
+    return [
+        replace(
+            *(received,),
+            x=x,
+            topk_weights=weights,
+            handle=replace(received.handle, anchor=anchor),
+        )
+        for received, x, weights, anchor in zip(made, *parts, strict=True)
+    ]
+
+
+def combine(
+    verbs: Verbs, run: Callable[[], list[torch.Tensor]], outs: Tensors, handles: Sequence[Handle]
+) -> list[torch.Tensor]:
+    """Run a combine so that gradients flow to outs, and its handles' dispatch takes part."""
+    anchors = [handle.anchor for handle in handles]
+    return list(_Combine.apply(verbs, run, handles, *outs, *anchors))
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, verbs: Verbs, run: Any, made: list[Received], n: int, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made += run()
+        ctx.verbs, ctx.handles = verbs, [received.handle for received in made]
+        ctx.dtypes = [tensor.dtype for tensor in inputs]
+        ctx.widths = [received.x.shape[1] for received in made]
+        ctx.set_materialize_grads(False)
+        weights = [received.topk_weights for received in made]
+        if len(inputs) == n:  # those of the dispatch that this one repeats
+            weights = [w.clone() for w in weights]
+            ctx.mark_non_differentiable(*weights)
+        anchors = [torch.empty(0, device=received.x.device) for received in made]
+        return (*(received.x for received in made), *weights, *anchors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        handles, n, wanted = ctx.handles, len(ctx.handles), ctx.needs_input_grad[4:]
+        found: list[torch.Tensor | None] = [None] * len(wanted)
+        if any(wanted[:n]):
+            of_xs = zip(grads[:n], handles, ctx.dtypes[:n], ctx.widths, strict=True)
+            found[:n] = ctx.verbs.combine([_or_zeros(*each) for each in of_xs], handles)
+        if any(wanted[n:]):
+            # The weight of an expert elsewhere is 0 here, whatever it was: no gradient leads there.
+            rows = [
+                torch.where(h.topk_idx >= 0, _or_zeros(g, h, torch.float32, h.topk_idx.shape[1]), 0)
+                for g, h in zip(grads[n : 2 * n], handles, strict=True)
+            ]
+            sums = ctx.verbs.combine(rows, handles)
+            found[n:] = [s.to(dtype) for s, dtype in zip(sums, ctx.dtypes[n:], strict=True)]
+        return (None, None, None, None, *found)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, verbs: Verbs, run: Any, handles: Sequence[Handle], *inputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.verbs, ctx.handles = verbs, handles
+        ctx.anchors = inputs[len(handles) :]
+        return tuple(run())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        received = ctx.verbs.dispatch([grad.contiguous() for grad in grads], ctx.handles)
+        rows = [_rows_that_came(r) for r in received]
+        anchors = [None if anchor is None else torch.zeros_like(anchor) for anchor in ctx.anchors]
+        return (None, None, None, *rows, *anchors)
+
+
+def _or_zeros(
+    grad: torch.Tensor | None, handle: Handle, dtype: torch.dtype, width: int
+) -> torch.Tensor:
+    """Return the gradient of a rank's rows; zeros where its loss does not depend on them."""
+    if grad is not None:
+        return grad
+    device = handle.received.device
+    return torch.zeros(handle.num_rows, width, dtype=dtype, device=device)
+
+
+def _rows_that_came(received: Received) -> torch.Tensor:
+    """Return the rows, 0 where static shapes leave them undefined."""
+    if not received.handle.static_shapes:
+        return received.x
+    row = torch.arange(len(received.x), device=received.x.device)
+    return torch.where((row < received.num_rows)[:, None], received.x, 0)

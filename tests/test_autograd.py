@@ -1,0 +1,242 @@
+"""Gradients, and dispatches that repeat an earlier one's routing.
+
+Letters: W ranks, E experts, T tokens, H hidden, K top-k.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import railwave
+from heaps import DEVICE, seeds
+from processes import run_all
+from railwave.config import PATHS
+from railwave.reference import combine_ref
+from test_processes import errors_of, init
+from worlds import Batch, bits_equal, bytes_equal, make_batch, make_outs, make_world, random_bits
+
+
+@settings(max_examples=25)
+@given(
+    *(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 8])),
+    *(st.sampled_from(PATHS), st.booleans(), st.sampled_from(["copy", "view"])),
+    *(st.sampled_from([torch.bfloat16, torch.uint8, torch.float32]), st.integers(1, 4)),
+)
+def test_a_handle_repeats_its_routing(_, N, G, staging, path, static, out, dtype, hidden):
+    world = make_world(N, G, G, staging_records=staging)
+    batch = make_batch(world, [i % 5 for i in range(N * G)])
+    form = {"path": path, "static_shapes": static}
+    first = world.dispatch(*batch.arguments, **form)
+    other = make_batch(world, batch.num_tokens)  # another phase in between
+    world.dispatch(*other.arguments)
+    xs = [random_bits(len(x), hidden, dtype) for x in batch.xs]
+    again = Batch(world, xs, batch.topk_idxs, batch.topk_weights)
+    handles = [r.handle for r in first]
+    received = world.dispatch(again.arguments[0], handles=handles, out=out)
+    for got, before, want in zip(received, first, again.expected, strict=True):
+        n = len(want.x)
+        assert bytes_equal(got.x[:n], want.x) and len(got.x) == len(before.x)
+        for name in ("topk_idx", "topk_weights", "num_tokens_per_expert"):
+            assert torch.equal(getattr(got, name)[:n], getattr(before, name)[:n]), name
+        assert (
+            int(got.num_rows) == n
+            and got.handle.path == path
+            and got.handle.static_shapes == static
+        )
+    outs = make_outs(batch)
+    full = [
+        torch.cat([o, torch.full((len(r.x) - len(o), o.shape[1]), torch.nan, dtype=o.dtype)])
+        for o, r in zip(outs, received, strict=True)
+    ]
+    for these in (handles, [r.handle for r in received]):
+        ys = world.combine([o.to(DEVICE) for o in full], these)
+        wanted = combine_ref(world.config.topo, outs, batch.expected, batch.num_tokens)
+        assert all(bits_equal(y, want) for y, want in zip(ys, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        ({"topk_idxs": []}, TypeError, "topk_idxs must be left out where handles is given"),
+        ({"path": "rail"}, ValueError, "path must be left out, or the handle's 'joint', got 'rail"),
+        ({"static_shapes": True}, ValueError, "static_shapes must be left out, or the handle's"),
+        ({"xs": 3}, ValueError, r"xs\[0\] must have the 2 tokens of the handle's dispatch, got 3"),
+        ({"handles": None}, TypeError, "topk_idxs must be a list over ranks, got NoneType"),
+    ],
+)
+def test_what_does_not_fit_a_handle_is_refused(change, error, said):
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    handles = [r.handle for r in world.dispatch(*batch.arguments)]
+    xs = [torch.zeros(change.get("xs", 2), 8, dtype=torch.bfloat16, device=DEVICE)] * 2
+    with pytest.raises(error, match=said):
+        world.dispatch(**{"handles": handles, **change, "xs": xs})
+
+
+# Gradients
+
+
+class Moe:
+    """An MoE layer whose experts are e -> x * scale[e] + x**2, weighted; over ranks, or dense."""
+
+    def __init__(self, world, tokens, hidden=8, dtype=torch.float32):
+        self.world, W = world, world.config.topo.num_ranks
+        self.scale = torch.randn(world.config.num_experts, hidden, dtype=dtype)
+        batch = make_batch(world, tokens)
+        self.ids = [idx.to(DEVICE) for idx in batch.topk_idxs]
+        self.xs = [torch.randn(t, hidden, dtype=dtype) for t in batch.num_tokens]
+        self.weights = [w.to(dtype) for w in batch.topk_weights]
+        self.ys = [torch.randn(t, hidden, dtype=dtype) for t in batch.num_tokens]  # of the loss
+        self.homes = [
+            [e for e, rank in enumerate(world.config.expert_to_rank) if rank == w] for w in range(W)
+        ]
+
+    def leaves(self):
+        """Return fresh leaves: tokens, weights and experts of every rank."""
+        tensors = [*self.xs, *self.weights, self.scale]
+        made = [t.clone().to(DEVICE).requires_grad_() for t in tensors]
+        W = len(self.xs)
+        return made[:W], made[W : 2 * W], made[-1]
+
+    @staticmethod
+    def experts(x, ids, weights, scale):
+        """Add up weighted experts of each row; ids name rows of `scale`, -1 none."""
+        there = ids >= 0
+        each = x[:, None] * scale[ids.clamp(min=0)] + (x**2)[:, None]
+        return (each * torch.where(there, weights, 0)[:, :, None] * there[:, :, None]).sum(dim=1)
+
+    def loss(self, outs):
+        return sum((y * out).sum() for y, out in zip(self.ys, outs, strict=True))
+
+    def dense(self):
+        xs, weights, scale = self.leaves()
+        ys = [y.to(DEVICE) for y in self.ys]
+        outs = [
+            self.experts(x, ids, w, scale) for x, ids, w in zip(xs, self.ids, weights, strict=True)
+        ]
+        sum((y * out).sum() for y, out in zip(ys, outs, strict=True)).backward()
+        return [t.grad for t in (*xs, *weights, scale)]
+
+    def spread(self, **form):
+        xs, weights, scale = self.leaves()
+        received = self.world.dispatch(xs, self.ids, weights, **form)
+        outs = []
+        for r, home in zip(received, self.homes, strict=True):
+            n = int(r.num_rows)
+            out = self.experts(r.x[:n], r.topk_idx[:n], r.topk_weights[:n], scale[home])
+            outs.append(torch.cat([out, r.x.new_zeros(len(r.x) - n, out.shape[1])]))
+        outs = self.world.combine(outs, [r.handle for r in received])
+        sum((y.to(DEVICE) * o).sum() for y, o in zip(self.ys, outs, strict=True)).backward()
+        return [t.grad for t in (*xs, *weights, scale)]
+
+
+def close(got, want):
+    """Agree to 1e-5 of each tensor's largest entry: sums in another order."""
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        if b.numel():
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max().clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_gradients_are_those_of_the_dense_model(path, static):
+    world = make_world(2, 2, 2, dtype=torch.float32, staging_records=2)
+    moe = Moe(world, [4, 0, 3, 1])
+    close(moe.spread(path=path, static_shapes=static), moe.dense())
+    with pytest.raises(ValueError, match="out must be 'copy' for gradients of xs and topk_weights"):
+        moe.spread(path=path, static_shapes=static, out="view")
+
+
+def test_experts_alone_may_need_gradients_and_a_rank_without_rows_takes_part():
+    world = make_world(2, 1, 1, dtype=torch.float32, num_experts=2)
+    ids = [torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)] * 2  # rank 1 receives nothing
+    x, w = torch.randn(3, 8, device=DEVICE), torch.ones(3, 1, device=DEVICE)
+    scale = torch.ones(1, device=DEVICE, requires_grad=True)
+    received = world.dispatch([x, x], ids, [w, w])
+    ys = world.combine([r.x * scale for r in received], [r.handle for r in received])
+    sum(y.sum() for y in ys).backward()
+    assert torch.allclose(scale.grad, 2 * x.sum())
+    leaf = x.clone().requires_grad_()
+    received = world.dispatch([leaf, x], ids, [w, w])
+    outs = [torch.zeros_like(r.x) for r in received]  # depends on nothing
+    ys = world.combine(outs, [r.handle for r in received])
+    sum(y.sum() for y in ys).backward()
+    assert torch.equal(leaf.grad, torch.zeros_like(x))
+
+
+def test_layers_stay_open_and_a_repeated_dispatch_has_gradients():
+    world = make_world(2, 2, 2, dtype=torch.float32)
+    batch = make_batch(world, 3)
+    ids = batch.arguments[1]
+    weights = batch.arguments[2]
+    xs = [torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in ids]
+    first = world.dispatch(xs, ids, weights)
+    handles = [r.handle for r in first]
+    second = world.dispatch([2 * x for x in xs], handles=handles)
+    assert not second[0].topk_weights.requires_grad
+    mixed = [a.x + b.x for a, b in zip(first, second, strict=True)]
+    ys = world.combine(mixed, handles)
+    more = world.combine([m * 0 + 1 for m in mixed], [r.handle for r in second])
+    sum(y.sum() for y in (*ys, *more)).backward()
+    held = [
+        torch.tensor([len({world.config.expert_to_rank[e] for e in row if e >= 0}) for row in i])
+        for i in (idx.tolist() for idx in ids)
+    ]
+    for x, num_ranks in zip(xs, held, strict=True):
+        assert torch.allclose(x.grad, 3.0 * num_ranks.to(DEVICE)[:, None].expand(3, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_a_token_that_cannot_be_summed_takes_no_gradients(dtype):
+    world = make_world(1, 1, 1, hidden=8, dtype=torch.float64)
+    x = torch.zeros(1, 8, device=DEVICE).to(dtype).requires_grad_()
+    ids, weights = (
+        torch.zeros(1, 1, dtype=torch.int64, device=DEVICE),
+        torch.ones(1, 1, device=DEVICE),
+    )
+    with pytest.raises(ValueError, match=r"xs\[0\] must be torch.float32, .* to require gradients"):
+        world.dispatch([x], [ids], [weights])
+    with torch.no_grad():
+        world.dispatch([x], [ids], [weights])
+
+
+def train(rank):
+    """Gradients in processes: of a layer, and errors where ranks do not agree on them."""
+    rw = init(railwave.Topology(2, 2, 2), dtype=torch.float32, device="cpu")
+    world = make_world(2, 2, 2, dtype=torch.float32, num_experts=8)
+    moe = Moe(world, [4, 0, 3, 1])
+    xs, weights, scale = moe.leaves()
+    received = rw.dispatch(xs[rank], moe.ids[rank], weights[rank])
+    out = moe.experts(received.x, received.topk_idx, received.topk_weights, scale[moe.homes[rank]])
+    y = rw.combine(out, received.handle)
+    (y * moe.ys[rank]).sum().backward()
+    dist.all_reduce(scale.grad)
+    grads = [xs[rank].grad, weights[rank].grad, scale.grad]
+    dense = moe.dense()
+    close(grads, [dense[rank], dense[4 + rank], dense[-1]])
+
+    def some():
+        x = xs[rank].detach().requires_grad_(rank != 3)
+        return rw.dispatch(x, moe.ids[rank], weights[rank].detach())
+
+    assert all("gradients of x" in text for _, text in errors_of(some))
+    handle = rw.dispatch(xs[rank].detach(), moe.ids[rank], weights[rank].detach()).handle
+
+    def some_outs():
+        return rw.combine(torch.zeros(handle.num_rows, 8).requires_grad_(rank == 0), handle)
+
+    assert all("without gradients" in text for _, text in errors_of(some_outs))
+    rw.combine(torch.zeros(handle.num_rows, 8), handle)
+    again = rw.dispatch(xs[rank].detach(), handle=handle)
+    assert len(again.x) == handle.num_rows
+    said = errors_of(lambda: rw.dispatch(xs[rank][:, :4].detach() if rank else None, handle=handle))
+    assert all(kind in ("TypeError", "PeerError") for kind, _ in said)
+    dist.barrier()
+    rw.close()
+
+
+def test_gradients_in_processes():
+    run_all(train, 4)
