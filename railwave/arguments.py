@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from railwave.config import Config
+from railwave.exchange.words import payload_bytes
 from railwave.handle import STATIC, Call, Handle
 from railwave.kernels.shape import bare_format, make_format
 
@@ -31,6 +32,7 @@ def check_dispatch(
     topk_weights: Sequence[torch.Tensor] | None,
     handles: Sequence[Handle] | None,
     exchanges: Sequence[Any],
+    extras: Sequence[Sequence[torch.Tensor]] | None,
     **form: Any,
 ) -> list[Call]:
     """Check all ranks' arguments to a dispatch and make them calls; `form` as of `check_call`.
@@ -40,6 +42,8 @@ def check_dispatch(
     """
     ranks = range(config.topo.num_ranks)
     _check_list(xs, "xs", len(ranks))
+    more = [()] * len(ranks) if extras is None else extras
+    _check_list(more, "extras", len(ranks))
     if handles is not None:
         check_unused(topk_idxs, topk_weights, ("topk_idxs", "topk_weights"), "handles")
         _check_list(handles, "handles", len(ranks))
@@ -48,14 +52,18 @@ def check_dispatch(
             check_handle(handles[rank], exchanges[rank], name=name, received=received)
         _check_one_dispatch(handles)
         calls = [
-            check_repeat(config, xs[rank], handles[rank], **form, name=f"xs[{rank}]")
+            check_repeat(
+                *(config, xs[rank], handles[rank]), **form, extras=more[rank], name=f"xs[{rank}]"
+            )
             for rank in ranks
         ]
     else:
         _check_list(topk_idxs, "topk_idxs", len(ranks))
         _check_list(topk_weights, "topk_weights", len(ranks))
         calls = [
-            check_call(config, x, topk_idx, weights, **form, where=f"[{rank}]")
+            check_call(
+                *(config, x, topk_idx, weights), **form, extras=more[rank], where=f"[{rank}]"
+            )
             for rank, (x, topk_idx, weights) in enumerate(
                 zip(xs, topk_idxs, topk_weights, strict=True)  # type: ignore[arg-type]
             )
@@ -66,6 +74,7 @@ def check_dispatch(
     for rank, call in enumerate(calls):
         _check_same("xs", "dtype", rank, call.x.dtype, calls[0].x.dtype)
         _check_same("xs", "hidden size", rank, call.x.shape[1], calls[0].x.shape[1])
+        _check_same("extras", "kind", rank, _kinds(*call.extras), _kinds(*calls[0].extras))
     return calls
 
 
@@ -77,6 +86,7 @@ def check_repeat(
     path: str | None = None,
     static_shapes: bool | None = None,
     out: str = "copy",
+    extras: Sequence[torch.Tensor] = (),
     grads: str = "",
     name: str = "x",
 ) -> Call:
@@ -94,12 +104,13 @@ def check_repeat(
             f"{name} must have the {handle.num_tokens} tokens of the handle's dispatch, got "
             f"{x.shape[0]}"
         )
-    _check_payload(config, x.shape[1], x.dtype, name)
-    fmt = bare_format(x.shape[1] * x.dtype.itemsize, handle.own_rows.shape[1])
+    given = _check_extras(config, extras, x, name)
+    num_bytes = _check_payload(config, (x, *given), name)
+    fmt = bare_format(num_bytes, handle.own_rows.shape[1])
     static = handle.static_shapes
-    agreed = f"again {handle.epoch} {handle.path} {x.dtype} {x.shape[1]} {grads}"
-    status = _status(agreed, static)
-    return Call(plain(x), None, None, handle.path, fmt, status, static, out == "view", handle)
+    agreed = f"again {handle.epoch} {handle.path} {_kinds(x, *given)} {grads}"
+    form = (fmt, _status(agreed, static), static, out == "view", handle, given)
+    return Call(plain(x), None, None, handle.path, *form)
 
 
 def check_call(
@@ -111,6 +122,7 @@ def check_call(
     *,
     static_shapes: bool | None = None,
     out: str = "copy",
+    extras: Sequence[torch.Tensor] = (),
     grads: str = "",
     check_ids: bool = True,
     where: str = "",
@@ -143,7 +155,7 @@ def check_call(
     _check_matrix(topk_idx, idx_name, config)
     # Weights travel as float32, whatever they are.
     _check_matrix(topk_weights, weights_name, config, grads=(*SUMMABLE, torch.float64))
-    num_tokens, hidden = x.shape
+    num_tokens = x.shape[0]
     if num_tokens > config.max_tokens_per_rank:
         per_token = config.layout.size // config.max_tokens_per_rank
         raise ValueError(
@@ -151,7 +163,8 @@ def check_call(
             f"tokens, got {num_tokens}; raise max_tokens_per_rank, at about {per_token} bytes of "
             f"heap per token and rank"
         )
-    _check_payload(config, hidden, x.dtype, x_name)
+    given = _check_extras(config, extras, x, x_name)
+    num_bytes = _check_payload(config, (x, *given), x_name)
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{idx_name} must be int32 or int64, got {topk_idx.dtype}")
     top_k = topk_idx.shape[1]
@@ -169,11 +182,31 @@ def check_call(
         )
     if check_ids:
         _check_ids(config, topk_idx, idx_name)
-    fmt = make_format(hidden * x.dtype.itemsize, top_k, config.topo.gpus_per_node)
-    agreed = f"{path} {x.dtype} {hidden} {topk_idx.dtype} {top_k} {grads}"
+    fmt = make_format(num_bytes, top_k, config.topo.gpus_per_node)
+    agreed = f"{path} {_kinds(x, *given)} {topk_idx.dtype} {top_k} {grads}"
     status = _status(agreed, static_shapes)
     tensors = plain(x), plain(topk_idx), plain(topk_weights).float()
-    return Call(*tensors, path, fmt, status, static_shapes, out == "view")
+    return Call(*tensors, path, fmt, status, static_shapes, out == "view", None, given)
+
+
+def _kinds(*parts: torch.Tensor) -> str:
+    """Say what all ranks' tokens must agree on."""
+    return " ".join(f"{part.dtype} {part.shape[1]}" for part in parts)
+
+
+def _check_extras(
+    config: Config, extras: Any, x: torch.Tensor, x_name: str
+) -> tuple[torch.Tensor, ...]:
+    name = f"extras{x_name.lstrip('xs')}"
+    if isinstance(extras, torch.Tensor) or not isinstance(extras, Sequence):
+        raise TypeError(f"{name} must be a sequence of tensors, got {type(extras).__name__}")
+    for i, extra in enumerate(extras):
+        _check_matrix(extra, f"{name}[{i}]", config, grads=())
+        if len(extra) != len(x) or not extra.shape[1]:
+            raise ValueError(
+                f"{name}[{i}] must have shape ({len(x)}, n) with n from 1, got {tuple(extra.shape)}"
+            )
+    return tuple(plain(extra) for extra in extras)
 
 
 def _status(agreed: str, static_shapes: bool) -> int:
@@ -231,6 +264,7 @@ def check_combine(
     outs: Sequence[torch.Tensor],
     handles: Sequence[Handle],
     exchanges: Sequence[Any],
+    wire_dtype: Any = None,
 ) -> list[torch.Tensor]:
     """Check all ranks' arguments to a combine; the handles must be of these exchanges.
 
@@ -243,7 +277,7 @@ def check_combine(
         check_handle(handle, exchanges[rank], name=f"handles[{rank}]", received=f"received[{rank}]")
     _check_one_dispatch(handles)
     for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
-        check_out(config, out, handle, name=f"outs[{rank}]")
+        check_out(config, out, handle, name=f"outs[{rank}]", wire_dtype=wire_dtype)
         _check_same("outs", "dtype", rank, out.dtype, outs[0].dtype)
         _check_same("outs", "hidden size", rank, out.shape[1], outs[0].shape[1])
     return [plain(out) for out in outs]
@@ -259,8 +293,10 @@ def check_handle(handle: Handle, exchange: Any, *, name: str, received: str) -> 
         raise ValueError(f"{name} must come from a dispatch of this object, at this rank")
 
 
-def check_out(config: Config, out: torch.Tensor, handle: Handle, *, name: str) -> None:
-    """Check one rank's expert outputs."""
+def check_out(
+    config: Config, out: torch.Tensor, handle: Handle, *, name: str, wire_dtype: Any = None
+) -> None:
+    """Check one rank's expert outputs, and the dtype of their sums between nodes."""
     _check_matrix(out, name, config)
     if out.dtype not in SUMMABLE:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {out.dtype}")
@@ -268,7 +304,17 @@ def check_out(config: Config, out: torch.Tensor, handle: Handle, *, name: str) -
         raise ValueError(
             f"{name} must have a row for each of the {handle.num_rows} received, got {out.shape[0]}"
         )
-    _check_payload(config, out.shape[1], out.dtype, name)
+    _check_payload(config, (out,), name)
+    if wire_dtype is not None:
+        if wire_dtype not in SUMMABLE:
+            raise TypeError(f"wire_dtype must be float32, bfloat16 or float16, got {wire_dtype!r}")
+        num_bytes = out.shape[1] * wire_dtype.itemsize
+        if num_bytes > config.payload_bytes:
+            raise ValueError(
+                f"wire_dtype must let a sum of {out.shape[1]} elements fit the declared "
+                f"{config.payload_bytes} bytes, got {wire_dtype}: {num_bytes} bytes; declare a "
+                "larger hidden"
+            )
 
 
 def _check_list(values: Any, name: str, num_ranks: int) -> None:
@@ -307,14 +353,18 @@ def plain(value: torch.Tensor) -> torch.Tensor:
     return value.detach().resolve_conj().resolve_neg()
 
 
-def _check_payload(config: Config, hidden: int, dtype: torch.dtype, name: str) -> None:
-    payload_bytes = hidden * dtype.itemsize
-    if hidden < 1 or payload_bytes > config.payload_bytes:
+def _check_payload(config: Config, parts: Sequence[torch.Tensor], name: str) -> int:
+    """Return the bytes of a token."""
+    x, *extras = parts
+    num_bytes = payload_bytes(parts)
+    if not x.shape[1] or num_bytes > config.payload_bytes:
+        more = f" and {len(extras)} extra tensors, each from 16 bytes on" if extras else ""
         raise ValueError(
             f"{name} must have from 1 element to the declared {config.payload_bytes} bytes a row "
-            f"(hidden {config.hidden} x {config.dtype}), got {hidden} x {dtype} = {payload_bytes}; "
-            "declare a larger hidden or a wider dtype"
+            f"(hidden {config.hidden} x {config.dtype}), got {x.shape[1]} x {x.dtype}{more} = "
+            f"{num_bytes}; declare a larger hidden or a wider dtype"
         )
+    return num_bytes
 
 
 def _check_same(name: str, what: str, rank: int, value: Any, first: Any) -> None:

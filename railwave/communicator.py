@@ -234,6 +234,7 @@ class Communicator:
         topk_weights: torch.Tensor | None = None,
         *,
         handle: Handle | None = None,
+        extras: Sequence[torch.Tensor] = (),
         path: str | None = None,
         static_shapes: bool | None = None,
         out: str = "copy",
@@ -249,6 +250,9 @@ class Communicator:
             handle: of an earlier dispatch, whose routing, path and shapes this one repeats, without
                 counting and planning; in place of topk_idx and topk_weights. The rest of the
                 `Received` is that of the earlier one.
+            extras: more (T, n) tensors of any dtype to send beside x, scales of float8 tokens for
+                example; all of a token must fit what was declared, each from 16 bytes on. They are
+                copied first, x too.
             path: native, rail, permutation, joint (the default), or auto: as the cost table says
                 for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
             static_shapes: give max_recv_rows rows, whatever came, and wait for nothing on a GPU: so
@@ -277,7 +281,8 @@ class Communicator:
             all need `reset` before they go on: the one that is wrong, too.
         """
         grads = autograd.named(x=x, topk_weights=topk_weights)
-        form = {"handle": handle, "path": path, "static_shapes": static_shapes, "out": out}
+        form = {"handle": handle, "extras": extras, "path": path, "out": out}
+        form["static_shapes"] = static_shapes
         inputs = x, topk_idx, topk_weights
 
         def run() -> list[Received]:
@@ -294,6 +299,7 @@ class Communicator:
         topk_weights: torch.Tensor | None = None,
         *,
         handle: Handle | None = None,
+        extras: Sequence[torch.Tensor] = (),
         path: str | None = None,
         static_shapes: bool | None = None,
         out: str = "copy",
@@ -304,11 +310,13 @@ class Communicator:
         self._check_usable()
         static = handle.static_shapes if isinstance(handle, Handle) else static_shapes is True
         decided_there = self._exchange.device_decides(static)
-        with self._turns.take(stream, (x, topk_idx, topk_weights)) as capturing:
+        used = (x, topk_idx, topk_weights, *(extras if isinstance(extras, list | tuple) else ()))
+        with self._turns.take(stream, used) as capturing:
             try:
                 _check_capture(capturing, decided_there)
                 self._turns.check(stream)
                 form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
+                form["extras"] = extras
                 if handle is None:
                     check_given(topk_idx, topk_weights)
                     form["check_ids"] = not decided_there
@@ -331,7 +339,12 @@ class Communicator:
             return self._run(stages, "dispatch", said, decided_there=decided_there)
 
     def combine(
-        self, out: torch.Tensor, handle: Handle, *, stream: torch.cuda.Stream | None = None
+        self,
+        out: torch.Tensor,
+        handle: Handle,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> torch.Tensor:
         """Sum the rows of each token that this rank dispatched, unweighted.
 
@@ -343,6 +356,7 @@ class Communicator:
                 bfloat16 or float16, H free within what was declared.
             handle: of that dispatch; it may be used again. One that was captured in a graph holds
                 something once the graph has been replayed.
+            wire_dtype: of the sums between nodes; default: of out. The same on all ranks.
             stream: as of `dispatch`.
 
         Returns:
@@ -355,7 +369,8 @@ class Communicator:
         grads = autograd.named(out=out, handle=getattr(handle, "anchor", None)) and "out"
 
         def run() -> list[torch.Tensor]:
-            return [self._combine(out, handle, grads=grads, stream=stream)]
+            form = {"wire_dtype": wire_dtype, "grads": grads, "stream": stream}
+            return [self._combine(out, handle, **form)]
 
         if not grads:
             return run()[0]
@@ -367,6 +382,7 @@ class Communicator:
         out: torch.Tensor,
         handle: Handle,
         *,
+        wire_dtype: torch.dtype | None = None,
         grads: str = "",
         stream: torch.cuda.Stream | None = None,
         weights: bool = False,
@@ -386,22 +402,22 @@ class Communicator:
                 self._turns.check(stream)
                 self._check_handle(handle)
                 if not weights:
-                    check_out(self.config, out, handle, name="out")
+                    check_out(self.config, out, handle, name="out", wire_dtype=wire_dtype)
                 out = plain(out)
                 if self._on_gpu:
                     with self.config.on_device():
-                        self._rehearsal.combine(out, handle, capturing=capturing)
+                        self._rehearsal.combine(out, handle, wire_dtype, capturing=capturing)
             except Exception as error:
                 if capturing or decided_there:
                     raise
                 return self._refuse("combine", error)
             if not capturing:
                 self._keep(handle)
-            agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]} {grads}"
+            agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]} {wire_dtype} {grads}"
             status = zlib.crc32(agreed.encode()) & (STATIC - 1)
             said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
-            said += ", with gradients" if grads else ", without gradients"
-            stages = combine(self._exchange, out, handle, status=status)
+            said += f", wire_dtype {wire_dtype}, with{'' if grads else 'out'} gradients"
+            stages = combine(self._exchange, out, handle, wire_dtype=wire_dtype, status=status)
             return self._run(stages, "combine", said, decided_there=decided_there)
 
     @property
@@ -601,6 +617,7 @@ def _shortened(a: str, b: str) -> list[str]:
 def _said(call: Call, grads: str) -> str:
     """Say what a dispatch was called with, for others whose call differs."""
     text = f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}"
+    text += f", {len(call.extras)} extras" if call.extras else ""
     text += f", gradients of {grads}" if grads else ""
     if call.again:
         return f"{text}, with the handle of call {call.again.epoch}"

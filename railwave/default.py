@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import ParamSpec
 
@@ -45,6 +45,7 @@ def dispatch(
     topk_weights: torch.Tensor | None = None,
     *,
     handle: Handle | None = None,
+    extras: Sequence[torch.Tensor] = (),
     path: str | None = None,
     static_shapes: bool | None = None,
     out: str = "copy",
@@ -54,6 +55,7 @@ def dispatch(
     return _current().dispatch(
         *(x, topk_idx, topk_weights),
         handle=handle,
+        extras=extras,
         path=path,
         static_shapes=static_shapes,
         out=out,
@@ -62,10 +64,14 @@ def dispatch(
 
 
 def combine(
-    out: torch.Tensor, handle: Handle, *, stream: torch.cuda.Stream | None = None
+    out: torch.Tensor,
+    handle: Handle,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> torch.Tensor:
     """Sum every token's rows: `Communicator.combine` of the default one."""
-    return _current().combine(out, handle, stream=stream)
+    return _current().combine(out, handle, wire_dtype=wire_dtype, stream=stream)
 
 
 def check() -> None:

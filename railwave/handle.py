@@ -72,6 +72,8 @@ class Received:
         num_rows: () int32 on the device, the rows that came.
         num_tokens_per_expert: (local experts,) int32; a repeated id counts each time.
         handle: what `combine` needs.
+        extras: (rows, n) of each extra tensor, dtype as dispatched. With extras, these and x are
+            views of one tensor, rows at a stride.
     """
 
     x: torch.Tensor
@@ -80,6 +82,7 @@ class Received:
     num_rows: torch.Tensor
     num_tokens_per_expert: torch.Tensor
     handle: Handle
+    extras: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,3 +98,9 @@ class Call:
     static_shapes: bool = False
     view: bool = False  # rows are handed out where they arrive
     again: Handle | None = None  # of the dispatch whose routing this one repeats
+    extras: tuple[torch.Tensor, ...] = ()  # (T, n) each
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """What a record carries of a token."""
+        return (self.x, *self.extras)

@@ -18,7 +18,7 @@ import torch
 
 from railwave.arguments import SUMMABLE, check_call
 from railwave.exchange import Exchange, Stages, combine, dispatch, refuse
-from railwave.exchange.words import as_words
+from railwave.exchange.words import as_words, join_words
 from railwave.handle import Call, Handle
 from railwave.heap import Gather, together
 
@@ -68,7 +68,7 @@ class Rehearsal:
         if call.path == "auto":
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
-        kind = (call.path, call.fmt, call.view, _aligned(as_words(call.x)))
+        kind = (call.path, call.fmt, call.view, _aligned(join_words(call.parts)))
         if call.again is None:
             ids = call.topk_idx
             kind += (ids.dtype, ids.is_contiguous(), _aligned(ids), _aligned(call.topk_weights))
@@ -79,7 +79,14 @@ class Rehearsal:
         self._kinds.add(kind)
         return handle
 
-    def combine(self, out: torch.Tensor, handle: Handle, *, capturing: bool = False) -> None:
+    def combine(
+        self,
+        out: torch.Tensor,
+        handle: Handle,
+        wire_dtype: torch.dtype | None = None,
+        *,
+        capturing: bool = False,
+    ) -> None:
         """Rehearse a kind of combine that has not been; raises as `dispatch`."""
         kind = (
             handle.path,
@@ -87,11 +94,12 @@ class Rehearsal:
             out.shape[1],
             (handle.own_rows.shape[1], handle.row_words),
             handle.static_shapes,
+            wire_dtype,
             _aligned(as_words(out)),
         )
         if kind not in self._kinds:
             _check_not_capturing(capturing)
-            self._run(combine(self._exchange, out, handle))
+            self._run(combine(self._exchange, out, handle, wire_dtype=wire_dtype))
             self._kinds.add(kind)
 
     def _run(self, stages: Stages) -> Any:

@@ -140,6 +140,7 @@ class LocalWorld:
         topk_weights: Sequence[torch.Tensor] | None = None,
         *,
         handles: Sequence[Handle] | None = None,
+        extras: Sequence[Sequence[torch.Tensor]] | None = None,
         path: str | None = None,
         static_shapes: bool | None = None,
         out: str = "copy",
@@ -154,6 +155,9 @@ class LocalWorld:
             handles: per rank, the handle of an earlier dispatch, whose routing, path and shapes
                 this one repeats, without counting and planning; in place of topk_idxs and
                 topk_weights. The rest of each `Received` is that of the earlier one.
+            extras: per rank, more (T, n) tensors of any dtype to send beside x, scales of float8
+                tokens for example; all of a token must fit what was declared, each from 16 bytes
+                on. They are copied first, x too.
             path: native, rail, permutation, joint (the default), or auto: as the cost table says
                 for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
             static_shapes: give max_recv_rows rows, whatever came; see `Received`.
@@ -169,7 +173,7 @@ class LocalWorld:
         grads = autograd.named_in_lists(xs=xs, topk_weights=topk_weights)
         form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
         arguments = (xs, topk_idxs, topk_weights, handles)
-        calls = check_dispatch(self.config, *arguments, self._exchanges, **form)
+        calls = check_dispatch(self.config, *arguments, self._exchanges, extras, **form)
 
         def run() -> list[Received]:
             pairs = zip(self._exchanges, calls, strict=True)
@@ -180,7 +184,11 @@ class LocalWorld:
         return autograd.dispatch(self._verbs, run, xs, topk_weights or [None] * len(calls))
 
     def combine(
-        self, outs: Sequence[torch.Tensor], handles: Sequence[Handle]
+        self,
+        outs: Sequence[torch.Tensor],
+        handles: Sequence[Handle],
+        *,
+        wire_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
         """Sum every token's rows at the rank that dispatched it, unweighted.
 
@@ -191,6 +199,7 @@ class LocalWorld:
             outs: per rank, (rows, H) results for the rows of its `Received`, in their order;
                 float32, bfloat16 or float16, H free within what was declared.
             handles: per rank, the handle of that dispatch.
+            wire_dtype: of the sums between nodes; default: of outs.
 
         Returns:
             Per rank, (T, H) of the same dtype; zero for a token without an expert.
@@ -198,20 +207,24 @@ class LocalWorld:
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
         """
-        plain_outs = check_combine(self.config, outs, handles, self._exchanges)
+        plain_outs = check_combine(self.config, outs, handles, self._exchanges, wire_dtype)
 
         def run() -> list[torch.Tensor]:
-            return self._combine(plain_outs, handles)
+            return self._combine(plain_outs, handles, wire_dtype)
 
         if not autograd.named_in_lists(outs=outs, handles=[h.anchor for h in handles]):
             return run()
         return autograd.combine(self._verbs, run, outs, handles)
 
     def _combine(
-        self, outs: Sequence[torch.Tensor], handles: Sequence[Handle]
+        self,
+        outs: Sequence[torch.Tensor],
+        handles: Sequence[Handle],
+        wire_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
         triples = zip(self._exchanges, outs, handles, strict=True)
-        return self._run([combine(pe, out, handle) for pe, out, handle in triples])
+        wire = {"wire_dtype": wire_dtype}
+        return self._run([combine(pe, out, handle, **wire) for pe, out, handle in triples])
 
     @property
     def _verbs(self) -> autograd.Verbs:

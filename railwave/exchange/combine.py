@@ -25,12 +25,20 @@ class _Sums:
     pe: Exchange
     handle: Handle
     acc: torch.Tensor  # (T, H) float32
-    dtype: torch.dtype  # of the rows, of the sums on the wire, and of the result
+    dtype: torch.dtype  # of the rows and of the result
+    wire: torch.dtype  # of the sums between nodes
     row_words: int  # 32-bit words from one row to the next
     sum_words: int  # 32-bit words from one sum to the next, on the wire
 
 
-def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0) -> Stages:
+def combine(
+    pe: Exchange,
+    out: torch.Tensor,
+    handle: Handle,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    status: int = 0,
+) -> Stages:
     """Run one PE's combine; the generator's value is (T, H).
 
     A PE that does not see the others' arguments compares `status` with theirs before it reads any
@@ -40,9 +48,10 @@ def combine(pe: Exchange, out: torch.Tensor, handle: Handle, *, status: int = 0)
     pe.path = handle.path
     rounds = pe.config.rounds(handle.path)
     acc = torch.empty(handle.num_tokens, out.shape[1], dtype=torch.float32, device=pe.device)
-    words = as_words(out)
-    sum_words = padded(words.shape[1])
-    sums = _Sums(pe, handle, acc, out.dtype, max(handle.row_words, sum_words), sum_words)
+    words, wire = as_words(out), wire_dtype or out.dtype
+    row_words = max(handle.row_words, padded(words.shape[1]))
+    sum_words = padded(-(-out.shape[1] * wire.itemsize // 4))
+    sums = _Sums(pe, handle, acc, out.dtype, wire, row_words, sum_words)
     compares = pe.compare_calls and not pe.device_decides(handle.static_shapes)
     _copy_in(sums, words, rounds, status=status if compares else None)
     if compares:
@@ -128,7 +137,7 @@ def _reduce(sums: _Sums, this: Round) -> None:
         record_words=sums.sum_words,
         hidden=sums.acc.shape[1],
         dtype=sums.dtype,
-        wire_dtype=sums.dtype,
+        wire_dtype=sums.wire,
         block_h=pe.config.tiles.block_h,
         **pe.round_args(this),
         **{**pe.tiles(), "programs": pe.programs(this)},
@@ -168,7 +177,7 @@ def _take(sums: _Sums, this: Round, peer: int, *, last: bool) -> None:
         round_records=this.records,
         record_words=sums.sum_words,
         step=this.step,
-        wire_dtype=sums.dtype,
+        wire_dtype=sums.wire,
         block_h=pe.config.tiles.block_h,
         **pe.tiles(),
     )

@@ -19,7 +19,7 @@ import torch
 
 from railwave.config import BALANCED, Round
 from railwave.exchange.pe import Exchange, Stages, Waits
-from railwave.exchange.words import as_words, from_words
+from railwave.exchange.words import from_words, join_words, part_of, part_starts
 from railwave.handle import Call, Handle, Received
 from railwave.sched import Decision
 
@@ -188,7 +188,7 @@ class Moves:
     @cached_property
     def _tokens(self) -> Any:
         """Hold the call's tensors as kernels take them; a copy of x where it must be."""
-        call, words = self.call, as_words(self.call.x)
+        call, words = self.call, join_words(self.call.parts)
         if call.again:
             return self.pe.kernels.pack.Tokens(words, words, words.view(torch.float32))
         return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)
@@ -272,11 +272,7 @@ def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
         block_w=tiles.block_w(tiles.block_m),
         **pe.tiles(),
     )
-    hidden, dtype = call.x.shape[1], call.x.dtype
-    if call.view:
-        x = pe.rows(rows, hidden, dtype, row_words=fmt.META)
-    else:
-        x = from_words(words, hidden, dtype)
+    x, *extras = _parts(pe, call, words, rows)
     num_experts = pe.config.experts_per_rank[pe.pe]
     return Received(
         x=x,
@@ -285,4 +281,20 @@ def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
         num_rows=counts[0],
         num_tokens_per_expert=counts[1 : 1 + num_experts],
         handle=handle,
+        extras=tuple(extras),
     )
+
+
+def _parts(pe: Exchange, call: Call, words: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+    """Return the rows of x, then of each extra tensor."""
+    if call.view:
+        return [
+            pe.rows(num_rows, part.shape[1], part.dtype, row_words=call.fmt.META, start=start)
+            for part, start in zip(call.parts, part_starts(call.parts), strict=True)
+        ]
+    if not call.extras:
+        return [from_words(words, call.x.shape[1], call.x.dtype)]
+    return [
+        part_of(words, start, part.shape[1], part.dtype)
+        for part, start in zip(call.parts, part_starts(call.parts), strict=True)
+    ]

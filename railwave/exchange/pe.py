@@ -147,11 +147,13 @@ class Exchange:
         return torch.empty(size, dtype=torch.int32, device=self.device)
 
     def rows(
-        self, num_rows: int, hidden: int, dtype: torch.dtype, *, row_words: int
+        self, num_rows: int, hidden: int, dtype: torch.dtype, *, row_words: int, start: int = 0
     ) -> torch.Tensor:
-        """View the region of rows as (num_rows, hidden) of a dtype."""
+        """View the region of rows as (num_rows, hidden) of a dtype, each from word `start` on."""
         region = self.heap.region(self.pe, "rows", torch.uint8).view(dtype)
-        return region.as_strided((num_rows, hidden), (row_words * 4 // dtype.itemsize, 1))
+        size = dtype.itemsize
+        shape, strides = (num_rows, hidden), (row_words * 4 // size, 1)
+        return region.as_strided(shape, strides, region.storage_offset() + start * 4 // size)
 
     def notify_args(self) -> dict[str, Any]:
         """Return the arguments of a launcher that tells all ranks."""

@@ -1,6 +1,10 @@
 """Tensors of any dtype as 32-bit words, and back. T tokens, H hidden."""
 
+from collections.abc import Sequence
+
 import torch
+
+from railwave.kernels.shape import padded
 
 
 def as_words(x: torch.Tensor) -> torch.Tensor:
@@ -21,6 +25,47 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
     bytes_ = x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     words.view(torch.uint8)[:, :row_bytes] = bytes_
     return words
+
+
+def join_words(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """View several (T, ...) side by side as 32-bit words, each from 16 bytes on; a copy of several.
+
+    Example:
+        >>> parts = [torch.tensor([[1, 2, 3]], dtype=torch.int16), torch.tensor([[7]]).int()]
+        >>> join_words(parts).tolist()
+        [[131073, 3, 0, 0, 7, 0, 0, 0]]
+    """
+    words = [as_words(part) for part in parts]
+    if len(words) == 1:
+        return words[0]
+    starts = part_starts(parts)
+    size = (len(words[0]), payload_bytes(parts) // 4)
+    joined = torch.zeros(size, dtype=torch.int32, device=words[0].device)
+    for start, part in zip(starts, words, strict=True):
+        joined[:, start : start + part.shape[1]] = part
+    return joined
+
+
+def part_starts(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return the word at which each part starts in `join_words`."""
+    starts = [0]
+    for part in parts[:-1]:
+        starts.append(starts[-1] + padded(-(-part.shape[1] * part.dtype.itemsize // 4)))
+    return starts
+
+
+def payload_bytes(parts: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of a token's payload; of several parts each is padded to 16 bytes."""
+    last = parts[-1].shape[1] * parts[-1].dtype.itemsize
+    if len(parts) == 1:
+        return last
+    return 4 * (part_starts(parts)[-1] + padded(-(-last // 4)))
+
+
+def part_of(words: torch.Tensor, start: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a part of joined words as (T, hidden) of its dtype: a view, rows at a stride."""
+    bytes_ = words.view(torch.uint8)[:, 4 * start : 4 * start + hidden * dtype.itemsize]
+    return bytes_.view(dtype)
 
 
 def from_words(words: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
