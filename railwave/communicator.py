@@ -10,13 +10,24 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from railwave import autograd
 from railwave._version import __version__
+from railwave.agreement import (
+    check_capture,
+    check_fit,
+    check_group,
+    check_same_config,
+    checked_deadline,
+    checked_wire,
+    default_device,
+    raise_differ,
+    say_call,
+)
 from railwave.arguments import (
     check_call,
     check_given,
@@ -26,20 +37,17 @@ from railwave.arguments import (
     check_unused,
     plain,
 )
-from railwave.config import PATHS, WAVES, Config, fitting
+from railwave.config import PATHS, Config, fitting
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError, ReceiveOverflowError
 from railwave.exchange import CallsDiffer, Exchange, Failure, Stages, combine, dispatch, refuse
-from railwave.handle import STATIC, Call, Handle, Received
+from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.meeting import Meeting
 from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
 from railwave.turns import Turns, record
 from railwave.watch import AFTER, Watch, raise_failure
-
-DEADLINE_S = 300.0
-MAX_DEADLINE_S = 1e9
 
 
 class Communicator:
@@ -94,7 +102,7 @@ class Communicator:
         self._finished = 0  # the number of the last phase that came to its end
         wrong: Exception | None = None
         try:
-            self.deadline_s = _checked_deadline(deadline_s)
+            self.deadline_s = checked_deadline(deadline_s)
             self.config = Config(
                 topo=topo,
                 num_experts=num_experts,
@@ -108,13 +116,21 @@ class Communicator:
                 max_recv_rows=max_recv_rows,
                 num_sms=num_sms,
                 pipeline=pipeline,
-                device=_default_device() if device is None else device,
+                device=default_device() if device is None else device,
             )
-            self._wire = _checked_wire(wire, self.config.device)
-            _check_group(group, topo)
+            self._wire = checked_wire(wire, self.config.device)
+            check_group(group, topo)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = error
-        self._check_same_config(wrong)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
+            assert wrong
+            raise wrong  # there is nobody to tell
+        others = {"version": __version__}
+        if wrong is None:
+            others |= {"deadline_s": repr(self.deadline_s), "wire": repr(self._wire)}
+            others["device"] = self.config.device.type
+        config = self.config if wrong is None else None
+        check_same_config(config, others, self._gather, dist.get_rank(group), wrong)
         self.rank = dist.get_rank(group)
         self._on_gpu = self.config.device.type == "cuda"
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
@@ -153,7 +169,7 @@ class Communicator:
         gpus = self._gather((os.uname().nodename, str(gpu.uuid)))
         sharing = gpus.count(gpus[self.rank])
         tiles = fitting(config.tiles, gpu.multi_processor_count, sharing)
-        together(self._gather, "fit all ranks", lambda: _check_fit(config, sharing, tiles.programs))
+        together(self._gather, "fit all ranks", lambda: check_fit(config, sharing, tiles.programs))
         node = self.rank // config.topo.gpus_per_node
         heap = NvshmemHeap(
             *(self.rank, ranks, config.layout),
@@ -199,33 +215,6 @@ class Communicator:
             deadline_s=self.deadline_s,
             compare_calls=True,
         )
-
-    def _check_same_config(self, wrong: Exception | None) -> None:
-        """Raise on every rank if an argument is wrong on any, or differs."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_rank(self._group) < 0:
-            assert wrong
-            raise wrong
-        own = {} if wrong else {"version": __version__, "deadline_s": repr(self.deadline_s)}
-        names = ("topo", "num_experts", "top_k", "hidden", "max_tokens_per_rank", "dtype")
-        names += ("expert_to_rank", "staging_records", "paths", "max_recv_rows", "num_sms")
-        for name in (*names, "pipeline") if own else ():
-            own[name] = repr(getattr(self.config, name))
-        if own:
-            own |= {"device": self.config.device.type, "wire": repr(self._wire)}
-        said = self._gather((str(wrong or ""), own))
-        if wrong:
-            raise wrong
-        bad = {rank: text for rank, (text, _) in enumerate(said) if text}
-        if bad:
-            raise PeerError(f"rank(s) called init wrongly: {bad}")
-        for rank, (_, other) in enumerate(said):
-            for name, value in own.items():
-                if other[name] != value:
-                    ours, theirs = _shortened(value, other[name])
-                    raise ValueError(
-                        f"{name} must be the same on all ranks, got {ours} at rank "
-                        f"{dist.get_rank(self._group)} and {theirs} at rank {rank}"
-                    )
 
     def dispatch(
         self,
@@ -313,7 +302,7 @@ class Communicator:
         used = (x, topk_idx, topk_weights, *(extras if isinstance(extras, list | tuple) else ()))
         with self._turns.take(stream, used) as capturing:
             try:
-                _check_capture(capturing, decided_there)
+                check_capture(capturing, decided_there)
                 self._turns.check(stream)
                 form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
                 form["extras"] = extras
@@ -335,7 +324,7 @@ class Communicator:
             if handle is not None and not capturing:
                 self._keep(handle)
             stages = dispatch(self._exchange, call)
-            said = _said(call, grads)
+            said = say_call(call, grads)
             return self._run(stages, "dispatch", said, decided_there=decided_there)
 
     def combine(
@@ -398,7 +387,7 @@ class Communicator:
         decided_there = self._exchange.device_decides(static_shapes)
         with self._turns.take(stream, (out,)) as capturing:
             try:
-                _check_capture(capturing, decided_there)
+                check_capture(capturing, decided_there)
                 self._turns.check(stream)
                 self._check_handle(handle)
                 if not weights:
@@ -536,7 +525,7 @@ class Communicator:
             self._watch.handled()
             texts = meeting.exchange_texts(verb, f"{'wrong' if wrong else 'right'}: {said}")
             self._end()
-            _raise_differ(verb, wrong, texts)
+            raise_differ(verb, wrong, texts)
         except ReceiveOverflowError:
             self._watch.handled()
             self._end()
@@ -602,103 +591,3 @@ class Communicator:
                 "a call of this communicator timed out or was interrupted: call reset() on all "
                 "ranks first"
             )
-
-
-def _shortened(a: str, b: str) -> list[str]:
-    """Cut two texts to where they differ, if they are long."""
-    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
-    start = max(0, first - 60)
-    return [
-        text if len(text) <= 200 else f"...{text[start : first + 60]}... (from character {start})"
-        for text in (a, b)
-    ]
-
-
-def _said(call: Call, grads: str) -> str:
-    """Say what a dispatch was called with, for others whose call differs."""
-    text = f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}"
-    text += f", {len(call.extras)} extras" if call.extras else ""
-    text += f", gradients of {grads}" if grads else ""
-    if call.again:
-        return f"{text}, with the handle of call {call.again.epoch}"
-    assert call.topk_idx is not None
-    top_k, dtype = call.topk_idx.shape[1], call.topk_idx.dtype
-    return f"{text}, top-k {top_k} {dtype}, static_shapes {call.static_shapes}"
-
-
-def _check_capture(capturing: bool, decided_there: bool) -> None:
-    if capturing and not decided_there:
-        raise RuntimeError(
-            "a CUDA graph cannot hold a call that waits for the GPU: dispatch with "
-            "static_shapes=True, and combine with that dispatch's handle"
-        )
-
-
-def _raise_differ(verb: str, wrong: Exception | None, texts: list[str]) -> NoReturn:
-    if wrong:
-        raise wrong from None
-    said = {rank: text.partition(": ") for rank, text in enumerate(texts)}
-    bad = {rank: text for rank, (how, _, text) in said.items() if how == "wrong"}
-    if bad:
-        raise PeerError(f"nothing moved in {verb}: rank(s) called it wrongly: {bad}") from None
-    callers: dict[str, list[int]] = {}
-    for rank, (_, _, text) in said.items():
-        callers.setdefault(text, []).append(rank)
-    calls = "; ".join(f"{text} by ranks {ranks}" for text, ranks in callers.items())
-    text = f"nothing moved in {verb}: calls must agree on all ranks, got {calls}"
-    raise PeerError(text) from None
-
-
-def _check_fit(config: Config, sharing: int, programs: int) -> None:
-    """Check that what waits at once leaves room on a GPU: a program for each peer, at least."""
-    all_at_once = sorted(set(config.paths) - set(WAVES))
-    if sharing > 1 and all_at_once and config.topo.nodes - 1 > programs:
-        raise ValueError(
-            f"paths must be without {' and '.join(all_at_once)} where {sharing} ranks share a GPU "
-            f"and there are {config.topo.nodes} nodes: {programs} programs of each may wait at once"
-        )
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _checked_wire(wire: str | None, device: torch.device) -> str | None:
-    if wire not in (None, "nvshmem"):
-        raise ValueError(f"wire must be None or 'nvshmem', got {wire!r}")
-    if wire and device.type == "cpu":
-        raise ValueError(f"wire must be None on a CPU, got {wire!r}")
-    return wire
-
-
-def _checked_deadline(deadline_s: float | None) -> float:
-    name, value = "deadline_s", deadline_s
-    if deadline_s is None:
-        name, value = "RAILWAVE_DEADLINE_S", os.environ.get("RAILWAVE_DEADLINE_S", DEADLINE_S)
-    elif isinstance(deadline_s, (str, bytes, bool)):
-        raise TypeError(f"deadline_s must be a number of seconds, got {deadline_s!r}")
-    try:
-        seconds = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name} must be a number of seconds, got {value!r}") from None
-    if not 0 < seconds <= MAX_DEADLINE_S:
-        raise ValueError(f"{name} must be above 0 and at most 1e9 seconds, got {value!r}")
-    return seconds
-
-
-def _check_group(group: dist.ProcessGroup | None, topo: Topology) -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed must be initialised first, for example by "
-            'torch.distributed.init_process_group("gloo") under torchrun'
-        )
-    if dist.get_rank(group) < 0:
-        raise ValueError("group must contain this rank")
-    ranks = dist.get_world_size(group)
-    if ranks != topo.num_ranks:
-        raise ValueError(
-            f"group must have topo.num_ranks = {topo.num_ranks} ranks ({topo.nodes} nodes x "
-            f"{topo.gpus_per_node} GPUs), got {ranks}; start as many processes (torchrun "
-            "--nproc-per-node), or change topo"
-        )

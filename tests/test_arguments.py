@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from railwave import Communicator, LocalWorld, Topology
-from railwave.communicator import _check_fit
+from railwave.agreement import check_fit
 from railwave.config import COMPILED, Config, fitting
 from worlds import Batch, dispatch, make_batch, make_outs, make_world, run
 
@@ -287,11 +287,11 @@ def test_waiting_programs_leave_room_on_a_shared_gpu():
     assert fitting(COMPILED, 132, 1) == COMPILED
     assert [fitting(COMPILED, 132, n).programs for n in (2, 8, 32, 200)] == [66, 16, 4, 1]
     topo = Topology(8, 1, 1)
-    _check_fit(Config(topo=topo, **SMALL), sharing=8, programs=16)
-    _check_fit(Config(topo=topo, **SMALL), sharing=1, programs=1)
-    _check_fit(Config(topo=topo, paths=("joint",), **SMALL), sharing=8, programs=1)
+    check_fit(Config(topo=topo, **SMALL), sharing=8, programs=16)
+    check_fit(Config(topo=topo, **SMALL), sharing=1, programs=1)
+    check_fit(Config(topo=topo, paths=("joint",), **SMALL), sharing=8, programs=1)
     with pytest.raises(ValueError, match=r"paths must be without native and rail where 32 ranks"):
-        _check_fit(Config(topo=topo, **SMALL), sharing=32, programs=4)
+        check_fit(Config(topo=topo, **SMALL), sharing=32, programs=4)
 
 
 @pytest.mark.parametrize("wire", ["tcp", "nvshmem", 1])

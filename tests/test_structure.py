@@ -33,6 +33,7 @@ LAYERS = [
     "autograd",
     "memory",
     "arguments",
+    "agreement",
     "world",
     "meeting",
     "rehearsal",
