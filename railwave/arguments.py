@@ -91,6 +91,8 @@ def check_repeat(
     name: str = "x",
 ) -> Call:
     """Check one rank's arguments to a dispatch that repeats the routing of a handle's."""
+    if static_shapes is not None:
+        _check_form(static_shapes, out, grads)
     for what, given, own in (
         ("path", path, handle.path),
         ("static_shapes", static_shapes, handle.static_shapes),
@@ -265,6 +267,7 @@ def check_combine(
     handles: Sequence[Handle],
     exchanges: Sequence[Any],
     wire_dtype: Any = None,
+    grads: str = "",
 ) -> list[torch.Tensor]:
     """Check all ranks' arguments to a combine; the handles must be of these exchanges.
 
@@ -275,6 +278,7 @@ def check_combine(
     _check_list(handles, "handles", config.topo.num_ranks)
     for rank, handle in enumerate(handles):
         check_handle(handle, exchanges[rank], name=f"handles[{rank}]", received=f"received[{rank}]")
+        check_gradients(grads, handle, name=f"handles[{rank}]")
     _check_one_dispatch(handles)
     for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
         check_out(config, out, handle, name=f"outs[{rank}]", wire_dtype=wire_dtype)
@@ -291,6 +295,15 @@ def check_handle(handle: Handle, exchange: Any, *, name: str, received: str) -> 
         )
     if handle.exchange is not exchange:
         raise ValueError(f"{name} must come from a dispatch of this object, at this rank")
+
+
+def check_gradients(grads: str, handle: Handle, *, name: str) -> None:
+    """Check that autograd may keep the rows of a handle's dispatch."""
+    if grads and handle.view:
+        raise ValueError(
+            f"{name} must be of a dispatch with out='copy' for gradients, got one with 'view': "
+            "autograd keeps rows, which this call overwrites"
+        )
 
 
 def check_out(

@@ -48,7 +48,7 @@ def named_in_lists(**lists: Any) -> str:
     return " and ".join(
         name
         for name, values in lists.items()
-        if isinstance(values, list | tuple) and any(named(value=v) for v in values)
+        if isinstance(values, Sequence) and any(named(value=v) for v in values)
     )
 
 
@@ -81,7 +81,8 @@ def combine(
     verbs: Verbs, run: Callable[[], list[torch.Tensor]], outs: Tensors, handles: Sequence[Handle]
 ) -> list[torch.Tensor]:
     """Run a combine so that gradients flow to outs, and its handles' dispatch takes part."""
-    anchors = [handle.anchor for handle in handles]
+    # What is no handle, the run refuses.
+    anchors = [getattr(handle, "anchor", None) for handle in handles]
     return list(_Combine.apply(verbs, run, handles, *outs, *anchors))
 
 
@@ -95,12 +96,13 @@ class _Dispatch(torch.autograd.Function):
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         ctx.widths = [received.x.shape[1] for received in made]
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
         weights = [received.topk_weights for received in made]
         if len(inputs) == n:  # those of the dispatch that this one repeats
             weights = [w.clone() for w in weights]
             ctx.mark_non_differentiable(*weights)
         anchors = [torch.empty(0, device=received.x.device) for received in made]
-        return (*(received.x for received in made), *weights, *anchors)
+        return (*(_rows_that_came(received) for received in made), *weights, *anchors)
 
     @staticmethod
     @once_differentiable
@@ -113,8 +115,8 @@ class _Dispatch(torch.autograd.Function):
         if any(wanted[n:]):
             # The weight of an expert elsewhere is 0 here, whatever it was: no gradient leads there.
             rows = [
-                torch.where(h.topk_idx >= 0, _or_zeros(g, h, torch.float32, h.topk_idx.shape[1]), 0)
-                for g, h in zip(grads[n : 2 * n], handles, strict=True)
+                torch.where(ids >= 0, _or_zeros(g, h, torch.float32, ids.shape[1]), 0)
+                for g, h, ids in zip(grads[n : 2 * n], handles, ctx.saved_tensors, strict=True)
             ]
             sums = ctx.verbs.combine(rows, handles)
             found[n:] = [s.to(dtype) for s, dtype in zip(sums, ctx.dtypes[n:], strict=True)]
@@ -133,7 +135,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        received = ctx.verbs.dispatch([grad.contiguous() for grad in grads], ctx.handles)
+        received = ctx.verbs.dispatch([_dense(grad) for grad in grads], ctx.handles)
         rows = [_rows_that_came(r) for r in received]
         anchors = [None if anchor is None else torch.zeros_like(anchor) for anchor in ctx.anchors]
         return (None, None, None, *rows, *anchors)
@@ -144,9 +146,14 @@ def _or_zeros(
 ) -> torch.Tensor:
     """Return the gradient of a rank's rows; zeros where its loss does not depend on them."""
     if grad is not None:
-        return grad
+        return _dense(grad)
     device = handle.received.device
     return torch.zeros(handle.num_rows, width, dtype=dtype, device=device)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a phase takes it."""
+    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def _rows_that_came(received: Received) -> torch.Tensor:

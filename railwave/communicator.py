@@ -31,6 +31,7 @@ from railwave.agreement import (
 from railwave.arguments import (
     check_call,
     check_given,
+    check_gradients,
     check_handle,
     check_out,
     check_repeat,
@@ -390,6 +391,7 @@ class Communicator:
                 check_capture(capturing, decided_there)
                 self._turns.check(stream)
                 self._check_handle(handle)
+                check_gradients(grads, handle, name="handle")
                 if not weights:
                     check_out(self.config, out, handle, name="out", wire_dtype=wire_dtype)
                 out = plain(out)
@@ -504,7 +506,7 @@ class Communicator:
     def _run_stages(
         self, stages: Stages, verb: str, said: str, wrong: Exception | None, decided_there: bool
     ) -> Any:
-        meeting = self._meeting
+        meeting, number = self._meeting, self._exchange.epoch + 1
         self._broken = True  # until the end is reached
         try:
             while True:
@@ -531,7 +533,7 @@ class Communicator:
             self._end()
             raise
         except BaseException:
-            meeting.say_given_up()
+            meeting.say_given_up(number)
             raise
         failure = self._exchange.failure()
         if failure:

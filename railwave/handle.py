@@ -40,6 +40,7 @@ class Handle:
     exchange: object  # the PE that made it
     epoch: int  # the number of its dispatch among that PE's phases
     static_shapes: bool = False  # shapes say nothing of what came; no call waits for the device
+    view: bool = False  # rows were handed out where they arrived
     serial: int = 0  # how many phases the host had launched by then
     stream: Any = None  # of a GPU, on which its tensors were made
     decision: Decision | None = None  # where path was "auto": why this path
@@ -50,6 +51,9 @@ class Handle:
     # With gradients, a tensor without elements: its gradient function is the dispatch's, so that a
     # combine leads there on every rank, whatever the rank received.
     anchor: torch.Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a handle cannot be copied or pickled: it belongs to the object it is from")
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what the handle holds on the device."""

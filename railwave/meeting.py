@@ -87,9 +87,12 @@ class Meeting:
         resets = (words >= (self._reset_steps + 1) * RESET) & unfinished
         return (given_up | resets).nonzero().flatten().tolist()
 
-    def say_given_up(self) -> None:
-        """Tell all that this rank has given the phase up."""
-        self.exchange.heap.publish("given_up", [self.exchange.mark(0)])
+    def say_given_up(self, number: int | None = None) -> None:
+        """Tell all that this rank has given the phase up; `number`: it may not have begun here."""
+        mark = self.exchange.mark(0)
+        if number is not None:
+            mark = max(mark, number * self.exchange.config.shape.MAX_STEPS)
+        self.exchange.heap.publish("given_up", [mark])
 
     def give_up(
         self, verb: str, late: list[Late], waited_s: float, *, call: int | None = None

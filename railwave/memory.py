@@ -33,6 +33,8 @@ def workspace(
     staging_records: int | None = None,
     paths: Sequence[str] = PATHS,
     max_recv_rows: int | None = None,
+    num_sms: int | None = None,
+    pipeline: bool = True,
 ) -> dict[str, int]:
     """Return the bytes that a GPU holds for a `Communicator` of these arguments, by what for.
 
@@ -67,6 +69,8 @@ def workspace(
         staging_records=staging_records,
         paths=paths,
         max_recv_rows=max_recv_rows,
+        num_sms=num_sms,
+        pipeline=pipeline,
         tiles=COMPILED,
     )
     heap: Any = SimpleNamespace(layout=config.layout)

@@ -207,12 +207,15 @@ class LocalWorld:
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
         """
-        plain_outs = check_combine(self.config, outs, handles, self._exchanges, wire_dtype)
+        anchors = [getattr(h, "anchor", None) for h in handles] if handles else []
+        grads = autograd.named_in_lists(outs=outs, handles=anchors)
+        arguments = (outs, handles, self._exchanges, wire_dtype, grads)
+        plain_outs = check_combine(self.config, *arguments)
 
         def run() -> list[torch.Tensor]:
             return self._combine(plain_outs, handles, wire_dtype)
 
-        if not autograd.named_in_lists(outs=outs, handles=[h.anchor for h in handles]):
+        if not grads:
             return run()
         return autograd.combine(self._verbs, run, outs, handles)
 

@@ -3,6 +3,10 @@
 Letters: W ranks, E experts, T tokens, H hidden, K top-k.
 """
 
+import copy
+import pickle
+from collections import deque
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +193,79 @@ def test_layers_stay_open_and_a_repeated_dispatch_has_gradients():
         assert torch.allclose(x.grad, 3.0 * num_ranks.to(DEVICE)[:, None].expand(3, 8))
 
 
+def trained(world, batch, **form):
+    """Dispatch tokens that need gradients; return them, and what was received."""
+    xs = [torch.randn(len(x), 8, device=DEVICE, requires_grad=True) for x in batch.xs]
+    return xs, world.dispatch(xs, *batch.arguments[1:], **form)
+
+
+def test_views_take_no_gradients_of_experts_either():
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2, dtype=torch.float32)
+    received = world.dispatch(*batch.arguments, out="view")
+    outs = [r.x.clone().requires_grad_() for r in received]
+    with pytest.raises(ValueError, match=r"handles\[0\] must be of a dispatch with out='copy' for"):
+        world.combine(outs, [r.handle for r in received])
+
+
+def test_an_edit_of_what_gradients_need_is_seen():
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2)
+    weights = [w.to(DEVICE).requires_grad_() for w in batch.topk_weights]
+    xs = [torch.zeros(2, 8, device=DEVICE) for _ in batch.xs]
+    received = world.dispatch(xs, batch.arguments[1], weights)
+    received[0].topk_idx.clamp_(min=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(r.topk_weights.sum() for r in received).backward()
+
+
+def test_rows_that_did_not_come_are_zero_for_autograd():
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    for pe in range(2):
+        world.heap.region(pe, "rows", torch.uint8)[:] = 0xFF
+    xs, received = trained(world, make_batch(world, 1), static_shapes=True)
+    for r in received:
+        assert (r.x[int(r.num_rows) :] == 0).all()
+    ys = world.combine([r.x**2 for r in received], [r.handle for r in received])
+    sum(y.sum() for y in ys).backward()
+    assert all(x.grad.isfinite().all() for x in xs)
+
+
+def test_a_repeat_without_gradients_forgets_those_of_the_first():
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2)
+    _, received = trained(world, batch)
+    handles = [r.handle for r in received]
+    again = world.dispatch(
+        [x.detach() for x in (torch.ones(2, 8, device=DEVICE),) * 2], handles=handles
+    )
+    ys = world.combine([r.x for r in again], [r.handle for r in again])
+    assert not ys[0].requires_grad
+
+
+def test_sparse_gradients_and_other_sequences():
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2)
+    xs = deque(torch.ones(2, 8, device=DEVICE, requires_grad=True) for _ in batch.xs)
+    received = world.dispatch(xs, *batch.arguments[1:])
+    index = [torch.zeros(len(r.x), 8, dtype=torch.int64, device=DEVICE) for r in received]
+    picked = [
+        torch.gather(r.x, 0, i, sparse_grad=True) if len(i) else r.x
+        for r, i in zip(received, index, strict=True)
+    ]
+    sum(p.sum() for p in picked).backward()
+    sent = sum(x.grad.sum() for x in xs)
+    assert sent == sum(8 * len(r.x) for r in received)
+
+
+def test_a_handle_cannot_be_copied():
+    world = make_world(1, 1, 1)
+    (received,) = world.dispatch(*make_batch(world, 1).arguments)
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a handle cannot be copied or pickled"):
+            make(received)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
 def test_a_token_that_cannot_be_summed_takes_no_gradients(dtype):
     world = make_world(1, 1, 1, hidden=8, dtype=torch.float64)
@@ -230,6 +307,13 @@ def train(rank):
 
     assert all("without gradients" in text for _, text in errors_of(some_outs))
     rw.combine(torch.zeros(handle.num_rows, 8), handle)
+
+    def no_handle():
+        out = torch.zeros(handle.num_rows, 8).requires_grad_()
+        return rw.combine(out, received if rank == 0 else handle)
+
+    said = errors_of(no_handle)
+    assert said[0][0] == "TypeError" and said[1][0] == "PeerError", said
     again = rw.dispatch(xs[rank].detach(), handle=handle)
     assert len(again.x) == handle.num_rows
     said = errors_of(lambda: rw.dispatch(xs[rank][:, :4].detach() if rank else None, handle=handle))

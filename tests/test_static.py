@@ -17,7 +17,7 @@ from railwave import ReceiveOverflowError, Topology
 from railwave.config import PATHS
 from railwave.reference import combine_ref
 from test_processes import init
-from worlds import bits_equal, bytes_equal, make_batch, make_outs, make_world
+from worlds import Batch, bits_equal, bytes_equal, make_batch, make_outs, make_world
 
 FORMS = [(static, out) for static in (False, True) for out in ("copy", "view")]
 
@@ -78,6 +78,26 @@ def test_a_view_is_the_region_and_combine_takes_results_from_there(dtype, hidden
     for y, want in zip(ys, wanted, strict=True):
         assert bits_equal(y, want)
     assert all(bytes_equal(r.x, out) for r, out in zip(received, outs, strict=True))
+
+
+@pytest.mark.parametrize("path", ["native", "joint"])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_view_may_be_dispatched_again(path, repeat):
+    world = make_world(2, 2, 2, max_tokens_per_rank=16)
+    batch = make_batch(world, 4)
+    views = [r.x for r in world.dispatch(*batch.arguments, out="view")]
+    tokens = [len(x) for x in views]
+    other = make_batch(world, tokens)
+    copies = [x.cpu().clone() for x in views]
+    again = Batch(world, copies, other.topk_idxs, other.topk_weights)
+    if repeat:
+        handles = [r.handle for r in world.dispatch(*other.arguments, path=path, out="view")]
+        for view, copy in zip(views, copies, strict=True):
+            view.copy_(copy)
+        received = world.dispatch(views, handles=handles)
+    else:
+        received = world.dispatch(views, *again.arguments[1:], path=path)
+    assert all(bytes_equal(r.x, w.x) for r, w in zip(received, again.expected, strict=True))
 
 
 def most_rows(batch):
@@ -157,6 +177,7 @@ def overflow_and_go_on(rank):
     with init(max_recv_rows=6, num_sms=1, pipeline=False, device="cpu") as rw:
         batch = make_batch(rw, 4, topk=torch.tensor([[0, 2, 4]] * 4))
         mine = [values[rank] for values in batch.arguments]
+        kept = rw.dispatch(*[values[:1] for values in mine], out="view").x
         for form in ({}, {"static_shapes": True}):
             with pytest.raises(ReceiveOverflowError, match="would receive 16 rows"):
                 rw.dispatch(*mine, **form)
@@ -178,6 +199,7 @@ def overflow_and_go_on(rank):
         apart = received.x[:, 2:].clone()
         odd = rw.combine(received.x[:, 2:], received.handle)  # a part of the region
         assert bits_equal(odd, rw.combine(apart, received.handle))
+    kept.float().sum()  # its memory outlives the object
 
 
 def test_an_overflow_is_raised_on_every_rank_and_the_next_call_works():

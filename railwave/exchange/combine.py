@@ -91,8 +91,7 @@ def _copy_in(sums: _Sums, words: torch.Tensor, rounds: list[Round], *, status: i
     tiles = pe.config.tiles
     rows = pe.rows(pe.config.max_recv_rows, 4, torch.int32, row_words=sums.row_words)
     in_place = words.data_ptr() == rows.data_ptr() and words.stride(0) == rows.stride(0)
-    region = layout.regions["rows"]
-    if not in_place and 0 <= words.data_ptr() - rows.data_ptr() < region.size:
+    if not in_place and pe.in_rows(words):
         words = words.clone()  # another part of the view: rows would be copied over one another
     pe.kernels.reduce.copy_in(
         *(pe.heap.bases, pe.state, words, handle.received, handle.out_load, pe.rail_mates),

@@ -32,6 +32,9 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
             on a GPU only the device knows.
     """
     pe.path = call.path
+    if any(pe.in_rows(part) for part in call.parts):  # a view, where rows are about to arrive
+        parts = [part.clone() if pe.in_rows(part) else part for part in call.parts]
+        call = replace(call, x=parts[0], extras=tuple(parts[1:]))
     moves = yield from _repeat(pe, call) if call.again else _plan(pe, call)
     rounds = pe.config.rounds(moves.call.path)
     if rounds:
@@ -95,7 +98,8 @@ def _repeat(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
     """Only tell all ranks that this one begins: who sends what where is as in an earlier call."""
     pe.begin(call.status)
     yield from pe.hear_status(host_hears=not pe.device_decides(call.static_shapes))
-    handle = replace(call.again, epoch=pe.epoch, serial=pe.serial, stream=pe.stream())
+    form = {"view": call.view, "anchor": None, "stream": pe.stream()}
+    handle = replace(call.again, epoch=pe.epoch, serial=pe.serial, **form)
     return Moves(pe, call, handle, handle.in_load)  # row_start is not read
 
 
@@ -170,6 +174,7 @@ def _match(
         exchange=pe,
         epoch=pe.epoch,
         static_shapes=call.static_shapes,
+        view=call.view,
         serial=pe.serial,
         stream=pe.stream(),
         decision=decision,

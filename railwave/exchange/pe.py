@@ -155,6 +155,15 @@ class Exchange:
         shape, strides = (num_rows, hidden), (row_words * 4 // size, 1)
         return region.as_strided(shape, strides, region.storage_offset() + start * 4 // size)
 
+    def in_rows(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor lies where rows arrive: of any PE whose memory the host sees."""
+        alone = not isinstance(self.heap, LocalHeap)
+        size, first = self.heap.layout.regions["rows"].size, tensor.data_ptr()
+        for pe in (self.pe,) if alone else range(self.config.topo.num_ranks):
+            if 0 <= first - self.heap.region(pe, "rows", torch.uint8).data_ptr() < size:
+                return True
+        return False
+
     def notify_args(self) -> dict[str, Any]:
         """Return the arguments of a launcher that tells all ranks."""
         layout = self.heap.layout

@@ -107,11 +107,15 @@ class ShmHeap:
             slots[self.pe * len(words) : (self.pe + 1) * len(words)] = slot
 
     def close(self) -> None:
-        """Unmap everything. Local: other PEs' mappings stay."""
+        """Unmap everything. Local: other PEs' mappings stay.
+
+        The own memory stays as long as there is a tensor of it: a view of rows that was handed out.
+        """
         self._blocks.clear()
-        for block in self._maps:
-            with suppress(BufferError):  # a traceback still shows a view: unmapped with it
-                block.close()
+        for pe, block in enumerate(self._maps):
+            if pe != self.pe:
+                with suppress(BufferError):  # a traceback still shows a view: unmapped with it
+                    block.close()
         self._maps.clear()
 
 
