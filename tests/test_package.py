@@ -53,6 +53,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     [
         ("torchrun_dispatch.py", 8, "8 ranks as 2 nodes; rows received: "),
         ("serve_static.py", 4, "4 ranks, 5 "),
+        ("mixtral_ep.py", 4, "4 ranks, 20 steps; loss "),  # fails by itself above 1e-5
     ],
 )
 def test_the_torchrun_examples_run(name, ranks, said):
@@ -60,7 +61,7 @@ def test_the_torchrun_examples_run(name, ranks, said):
     run = subprocess.run(
         [*torchrun, f"--nproc-per-node={ranks}", ROOT / "examples" / name],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        **{"capture_output": True, "text": True, "timeout": 180},
+        **{"capture_output": True, "text": True, "timeout": 300},
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(said)
