@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import railwave
-from heaps import DEVICE, seeds
+from heaps import DEVICE, ON_GPU, seeds
 from processes import run_all
 from railwave.config import PATHS
 from railwave.reference import combine_ref
@@ -322,5 +322,6 @@ def train(rank):
     rw.close()
 
 
+@pytest.mark.skipif(ON_GPU, reason="processes on a CPU")
 def test_gradients_in_processes():
     run_all(train, 4)

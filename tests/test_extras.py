@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import railwave
-from heaps import DEVICE, seeds
+from heaps import DEVICE, ON_GPU, seeds
 from processes import run_all
 from railwave.config import PATHS
 from railwave.exchange import words
@@ -174,5 +174,6 @@ def in_processes(rank):
     rw.close()
 
 
+@pytest.mark.skipif(ON_GPU, reason="processes on a CPU")
 def test_extras_and_wire_dtype_in_processes():
     run_all(in_processes, 4)

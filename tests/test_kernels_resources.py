@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from railwave import Topology
-from railwave.arguments import check_call
+from railwave.arguments import check_call, check_repeat
 from railwave.config import COMPILED, Config, fitting
 from railwave.exchange import Exchange, combine, dispatch
 from railwave.heap import LocalHeap
@@ -63,6 +63,7 @@ def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
         for path in ("joint", "native"):
             ids, weights = torch.zeros(tokens, top_k).long(), torch.zeros(tokens, top_k)
             handle = result(dispatch(pe, check_call(config, x, ids, weights, path))).handle
+            result(dispatch(pe, check_repeat(config, x, handle)))
             result(combine(pe, x[:0], handle))
     return launches.values()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import railwave
-from heaps import DEVICE, seeds
+from heaps import DEVICE, ON_GPU, seeds
 from processes import run_all
 from railwave import ReceiveOverflowError, Topology
 from railwave.config import PATHS
@@ -202,5 +202,6 @@ def overflow_and_go_on(rank):
     kept.float().sum()  # its memory outlives the object
 
 
+@pytest.mark.skipif(ON_GPU, reason="processes on a CPU")
 def test_an_overflow_is_raised_on_every_rank_and_the_next_call_works():
     run_all(overflow_and_go_on, 4)
