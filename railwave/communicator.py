@@ -436,17 +436,21 @@ class Communicator:
         """
         self._check_not_broken()
         with self.config.on_device():
-            failure = self._look()
+            failure = self._look(usable=True)
             if failure:
                 self._broken = True
                 raise_failure(failure, self._exchange, self._meeting, self.deadline_s)
 
-    def _look(self) -> Failure | None:
-        """Wait for the GPU; return what went wrong, and know what calls are finished."""
+    def _look(self, *, usable: bool) -> Failure | None:
+        """Wait for the GPU; return what went wrong, and know what calls are finished.
+
+        Args:
+            usable: no call was cut short on the host, so that without a failure all are finished.
+        """
         failure = self._watch.look()
         if failure:
             self._finished = failure.epoch - 1
-        elif self._on_gpu and not self._broken:
+        elif self._on_gpu and usable:
             self._finished = self._exchange.epoch
         return failure
 
@@ -560,9 +564,9 @@ class Communicator:
             PeerTimeoutError: a rank did not come in time; call it again when it is back.
         """
         self._check_open()
-        self._broken = True  # its epoch is told: no phase may come in between
+        usable, self._broken = not self._broken, True  # its epoch is told: no phase in between
         with self.config.on_device():
-            self._look()  # kernels of an interrupted call run to their end
+            self._look(usable=usable)  # kernels of an interrupted call run to their end
             epoch, finished = self._meeting.reset(finished=self._finished)
             self._exchange.start_at(epoch + 1)
             self._watch.start_again()
