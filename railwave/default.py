@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from inspect import signature
-from typing import ParamSpec
+from collections.abc import Sequence
 
 import torch
 
+from railwave._signature import with_arguments_of
 from railwave.communicator import Communicator
 from railwave.handle import Handle, Received
 
 _default: Communicator | None = None
-_Arguments = ParamSpec("_Arguments")
 
 
-def _with_arguments_of(
-    made: Callable[_Arguments, Communicator],
-) -> Callable[[Callable[..., Communicator]], Callable[_Arguments, Communicator]]:
-    """Give a function the signature of what it makes, for type checkers and `help`."""
-
-    def decorate(make: Callable[..., Communicator]) -> Callable[_Arguments, Communicator]:
-        shown = signature(made).replace(return_annotation=Communicator)
-        make.__signature__ = shown  # type: ignore[attr-defined]
-        return make
-
-    return decorate
-
-
-@_with_arguments_of(Communicator)
+@with_arguments_of(Communicator)
 def init(*args: object, **kwargs: object) -> Communicator:
     """Make a `Communicator`, whose arguments these are, and the default of the verbs below.
 

@@ -5,19 +5,18 @@ Letters: N nodes, G GPUs a node, T tokens a rank, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from inspect import signature
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
 from railwave._check import check_int, check_positive_int
+from railwave._signature import with_arguments_of
 from railwave.config import COMPILED, PATHS, Config
 from railwave.exchange import Exchange
 from railwave.topology import Topology
 
-_Arguments = ParamSpec("_Arguments")
 RESERVED_CHANNELS = 1024  # the paper's C_max
 
 
@@ -84,19 +83,7 @@ def workspace(
     }
 
 
-def _with_arguments_of(
-    held: Callable[_Arguments, dict[str, int]],
-) -> Callable[[Callable[..., int]], Callable[_Arguments, int]]:
-    """Give a function the signature of another, for type checkers and `help`."""
-
-    def decorate(total: Callable[..., int]) -> Callable[_Arguments, int]:
-        total.__signature__ = signature(held).replace(return_annotation=int)  # type: ignore[attr-defined]
-        return total
-
-    return decorate
-
-
-@_with_arguments_of(workspace)
+@with_arguments_of(workspace)
 def workspace_bytes(*args: Any, **sizes: Any) -> int:
     """Return the bytes that a GPU holds in all: the sum of `workspace`, whose arguments these are.
 

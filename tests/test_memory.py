@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import railwave
 from processes import run_all
-from railwave import memory
+from railwave import _signature, memory
 from railwave.memory import tables_bytes
 
 GIB = 2**30
@@ -54,8 +54,10 @@ def test_sizes_are_positive(name):
         railwave.paper_workspace_bytes(**{**sizes, name: 0})
 
 
-def test_examples():
-    assert doctest.testmod(memory).failed == 0
+@pytest.mark.parametrize("module", [memory, _signature])
+def test_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 @pytest.mark.parametrize("value, error", [(-4, ValueError), (1.5, TypeError), (True, TypeError)])

@@ -80,6 +80,28 @@ def test_a_view_is_the_region_and_combine_takes_results_from_there(dtype, hidden
     assert all(bytes_equal(r.x, out) for r, out in zip(received, outs, strict=True))
 
 
+def test_a_repeat_hands_out_a_view_that_combine_takes_as_it_is():
+    world = make_world(2, 2, 2)
+    batch = make_batch(world, 4)
+    outs = make_outs(batch)
+    handles = [r.handle for r in world.dispatch(*batch.arguments)]
+    received = world.dispatch(batch.arguments[0], handles=handles, out="view")
+    for got, out in zip(received, outs, strict=True):
+        got.x.copy_(out)
+    launches, copy_in = [], world._exchanges[0].kernels.reduce.copy_in
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watched(*args, **kwargs):
+            launches.append(kwargs["most_rows"])
+            copy_in(*args, **kwargs)
+
+        patch.setattr(world._exchanges[0].kernels.reduce, "copy_in", watched)
+        ys = world.combine([r.x for r in received], [r.handle for r in received])
+    assert launches == [0] * 4
+    wanted = combine_ref(world.config.topo, outs, batch.expected, batch.num_tokens)
+    assert all(bits_equal(y, want) for y, want in zip(ys, wanted, strict=True))
+
+
 @pytest.mark.parametrize("path", ["native", "joint"])
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_view_may_be_dispatched_again(path, repeat):

@@ -18,6 +18,7 @@ ROOT = Path(railwave.__file__).parent
 LAYERS = [
     "_version",
     "_check",
+    "_signature",
     "_files",
     "errors",
     "topology",

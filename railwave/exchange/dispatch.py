@@ -98,8 +98,9 @@ def _repeat(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
     """Only tell all ranks that this one begins: who sends what where is as in an earlier call."""
     pe.begin(call.status)
     yield from pe.hear_status(host_hears=not pe.device_decides(call.static_shapes))
-    form = {"view": call.view, "anchor": None, "stream": pe.stream()}
-    handle = replace(call.again, epoch=pe.epoch, serial=pe.serial, **form)
+    form = {"view": call.view, "row_words": call.fmt.META, "anchor": None}
+    form |= {"epoch": pe.epoch, "serial": pe.serial, "stream": pe.stream()}
+    handle = replace(call.again, **form)
     return Moves(pe, call, handle, handle.in_load)  # row_start is not read
 
 

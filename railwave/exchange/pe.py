@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -155,14 +156,17 @@ class Exchange:
         shape, strides = (num_rows, hidden), (row_words * 4 // size, 1)
         return region.as_strided(shape, strides, region.storage_offset() + start * 4 // size)
 
+    @cached_property
+    def _rows_at(self) -> list[int]:
+        """Where rows arrive: of every PE whose memory the host sees."""
+        everywhere = isinstance(self.heap, LocalHeap)
+        pes = range(self.config.topo.num_ranks) if everywhere else (self.pe,)
+        return [self.heap.region(pe, "rows", torch.uint8).data_ptr() for pe in pes]
+
     def in_rows(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor lies where rows arrive: of any PE whose memory the host sees."""
-        alone = not isinstance(self.heap, LocalHeap)
-        size, first = self.heap.layout.regions["rows"].size, tensor.data_ptr()
-        for pe in (self.pe,) if alone else range(self.config.topo.num_ranks):
-            if 0 <= first - self.heap.region(pe, "rows", torch.uint8).data_ptr() < size:
-                return True
-        return False
+        """Say whether a tensor lies where rows arrive."""
+        first, size = tensor.data_ptr(), self.heap.layout.regions["rows"].size
+        return any(0 <= first - start < size for start in self._rows_at)
 
     def notify_args(self) -> dict[str, Any]:
         """Return the arguments of a launcher that tells all ranks."""
