@@ -326,7 +326,7 @@ def check_out(
             raise ValueError(
                 f"wire_dtype must let a sum of {out.shape[1]} elements fit the declared "
                 f"{config.payload_bytes} bytes, got {wire_dtype}: {num_bytes} bytes; declare a "
-                "larger hidden"
+                "larger hidden or a wider dtype"
             )
 
 

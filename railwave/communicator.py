@@ -346,7 +346,8 @@ class Communicator:
                 bfloat16 or float16, H free within what was declared.
             handle: of that dispatch; it may be used again. One that was captured in a graph holds
                 something once the graph has been replayed.
-            wire_dtype: of the sums between nodes; default: of out. The same on all ranks.
+            wire_dtype: of the sums between nodes, which must fit the declared bytes; default: of
+                out. The same on all ranks.
             stream: as of `dispatch`.
 
         Returns:

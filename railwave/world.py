@@ -199,7 +199,8 @@ class LocalWorld:
             outs: per rank, (rows, H) results for the rows of its `Received`, in their order;
                 float32, bfloat16 or float16, H free within what was declared.
             handles: per rank, the handle of that dispatch.
-            wire_dtype: of the sums between nodes; default: of outs.
+            wire_dtype: of the sums between nodes, which must fit the declared bytes; default: of
+                outs.
 
         Returns:
             Per rank, (T, H) of the same dtype; zero for a token without an expert.

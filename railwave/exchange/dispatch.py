@@ -1,6 +1,6 @@
 """Dispatch: every token to the ranks of its experts.
 
-count -> forward -> (verdict) -> plan, pack, local -> (put, pack, unpack) a round -> finish
+count -> forward -> (verdict) -> quota, match, pack, local -> (put, pack, unpack) a round -> finish
 
 With an earlier call's handle nothing is counted or planned, and records are payload alone:
 
