@@ -68,7 +68,8 @@ def shortened(a: str, b: str) -> list[str]:
 def say_call(call: Call, grads: str) -> str:
     """Say what a dispatch was called with, for others whose call differs."""
     text = f"dispatch on path {call.path}, hidden {call.x.shape[1]} {call.x.dtype}"
-    text += f", {len(call.extras)} extras" if call.extras else ""
+    kinds = [f"{extra.shape[1]} {extra.dtype}" for extra in call.extras]
+    text += f", extras {', '.join(kinds)}" if kinds else ""
     text += f", gradients of {grads}" if grads else ""
     if call.again:
         return f"{text}, with the handle of call {call.again.epoch}"

@@ -200,10 +200,16 @@ def _check_extras(
     config: Config, extras: Any, x: torch.Tensor, x_name: str
 ) -> tuple[torch.Tensor, ...]:
     name = f"extras{x_name.lstrip('xs')}"
+    extras = () if extras is None else extras
     if isinstance(extras, torch.Tensor) or not isinstance(extras, Sequence):
         raise TypeError(f"{name} must be a sequence of tensors, got {type(extras).__name__}")
     for i, extra in enumerate(extras):
-        _check_matrix(extra, f"{name}[{i}]", config, grads=())
+        given = extra.detach() if isinstance(extra, torch.Tensor) else extra
+        _check_matrix(given, f"{name}[{i}]", config)
+        if extra.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}[{i}] must not require gradients, none flow to it: pass its detach()"
+            )
         if len(extra) != len(x) or not extra.shape[1]:
             raise ValueError(
                 f"{name}[{i}] must have shape ({len(x)}, n) with n from 1, got {tuple(extra.shape)}"

@@ -96,9 +96,10 @@ class _Dispatch(torch.autograd.Function):
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         ctx.widths = [received.x.shape[1] for received in made]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
         weights = [received.topk_weights for received in made]
-        if len(inputs) == n:  # those of the dispatch that this one repeats
+        if len(inputs) > n:
+            ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
+        else:  # those of the dispatch that this one repeats
             weights = [w.clone() for w in weights]
             ctx.mark_non_differentiable(*weights)
         anchors = [torch.empty(0, device=received.x.device) for received in made]

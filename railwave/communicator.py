@@ -549,6 +549,7 @@ class Communicator:
 
     def _end(self) -> None:
         self._broken, self._finished = False, self._exchange.epoch
+        self._watch.went_well()
 
     def reset(self) -> int:
         """Make the object usable after a `PeerTimeoutError` or an interrupt. All ranks call it.

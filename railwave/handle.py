@@ -75,9 +75,10 @@ class Received:
         topk_weights: (rows, K) float32; 0 where topk_idx is -1.
         num_rows: () int32 on the device, the rows that came.
         num_tokens_per_expert: (local experts,) int32; a repeated id counts each time.
-        handle: what `combine` needs.
+        handle: what `combine` needs, and a dispatch that repeats this one: its `Received` has these
+            same topk_idx and topk_weights, so leave them as they are.
         extras: (rows, n) of each extra tensor, dtype as dispatched. With extras, these and x are
-            views of one tensor, rows at a stride.
+            views of one tensor, rows at a stride: for autograd an edit of one is an edit of all.
     """
 
     x: torch.Tensor

@@ -64,6 +64,10 @@ class Watch:
             self._failed.append(range(self._seen + 1, pe.serial + 1))
         return failure
 
+    def went_well(self) -> None:
+        """Note that all phases so far did, as the host has heard."""
+        self._seen = self._exchange.serial
+
     def start_again(self) -> None:
         """Forget what went wrong: after a reset."""
         self._pending, self._seen = False, self._exchange.serial
@@ -108,4 +112,5 @@ def _wrong_call(rank: int, status: int) -> str:
         return f"rank {rank} called it wrongly"
     if status < 0:
         return f"topk_idx of rank {rank} holds ids that are neither an expert's nor -1"
-    return f"the call of rank {rank} differs in path, dtype, hidden size, top-k or static_shapes"
+    what = "path, tokens, top-k, handle, gradients or static_shapes"
+    return f"the call of rank {rank} differs in {what}"

@@ -208,7 +208,8 @@ class LocalWorld:
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
         """
-        anchors = [getattr(h, "anchor", None) for h in handles] if handles else []
+        listed = handles if isinstance(handles, Sequence) else ()
+        anchors = [getattr(handle, "anchor", None) for handle in listed]
         grads = autograd.named_in_lists(outs=outs, handles=anchors)
         arguments = (outs, handles, self._exchanges, wire_dtype, grads)
         plain_outs = check_combine(self.config, *arguments)
@@ -226,6 +227,9 @@ class LocalWorld:
         handles: Sequence[Handle],
         wire_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
+        # A view of another rank's rows, which that rank's combine overwrites.
+        pairs = zip(self._exchanges, outs, strict=True)
+        outs = [out.clone() if pe.others_rows(out) else out for pe, out in pairs]
         triples = zip(self._exchanges, outs, handles, strict=True)
         wire = {"wire_dtype": wire_dtype}
         return self._run([combine(pe, out, handle, **wire) for pe, out, handle in triples])

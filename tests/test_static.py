@@ -102,6 +102,20 @@ def test_a_repeat_hands_out_a_view_that_combine_takes_as_it_is():
     assert all(bits_equal(y, want) for y, want in zip(ys, wanted, strict=True))
 
 
+def test_views_may_change_ranks_before_combine():
+    world = make_world(2, 1, 1)
+    to_both = torch.tensor([[0, 3, 0]] * 4)
+    batch = make_batch(world, 4, topk=to_both)
+    received = world.dispatch(*batch.arguments, out="view")
+    for rank, r in enumerate(received):
+        r.x.fill_(rank + 1)
+    handles, swapped = [r.handle for r in received], [received[1].x, received[0].x]
+    copies = [x.clone() for x in swapped]
+    got = world.combine(swapped, handles)
+    want = world.combine(copies, handles)
+    assert all(bits_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("path", ["native", "joint"])
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_view_may_be_dispatched_again(path, repeat):

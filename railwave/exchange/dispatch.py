@@ -19,7 +19,7 @@ import torch
 
 from railwave.config import BALANCED, Round
 from railwave.exchange.pe import Exchange, Stages, Waits
-from railwave.exchange.words import from_words, join_words, part_of, part_starts
+from railwave.exchange.words import from_words, join_words, part_of, part_starts, payload_bytes
 from railwave.handle import Call, Handle, Received
 from railwave.sched import Decision
 
@@ -32,9 +32,7 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
             on a GPU only the device knows.
     """
     pe.path = call.path
-    if any(pe.in_rows(part) for part in call.parts):  # a view, where rows are about to arrive
-        parts = [part.clone() if pe.in_rows(part) else part for part in call.parts]
-        call = replace(call, x=parts[0], extras=tuple(parts[1:]))
+    call = _apart(pe, call)
     moves = yield from _repeat(pe, call) if call.again else _plan(pe, call)
     rounds = pe.config.rounds(moves.call.path)
     if rounds:
@@ -44,6 +42,16 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
         yield from _round(moves, this, after)
     yield pe.all_wait("delivered", 1)
     return finish(pe, moves.call, moves.handle)
+
+
+def _apart(pe: Exchange, call: Call) -> Call:
+    """Copy what lies where rows are about to arrive: views that an earlier dispatch handed out."""
+
+    def apart(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return tensor.clone() if tensor is not None and pe.in_rows(tensor) else tensor
+
+    tensors = {name: apart(getattr(call, name)) for name in ("x", "topk_idx", "topk_weights")}
+    return replace(call, **tensors, extras=tuple(map(apart, call.extras)))
 
 
 def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
@@ -132,11 +140,11 @@ def _choose(pe: Exchange, call: Call) -> Decision:
         me=pe.pe,
         notify_off=layout["messages"],
         word_off=layout["notify"],
-        record_bytes=call.x.shape[1] * call.x.dtype.itemsize,
+        record_bytes=payload_bytes(call.parts),
         shape=pe.config.shape,
     )
-    payload_bytes, rho, kappa = pe.descriptors.tolist()
-    return pe.config.cost_table.select(payload_bytes=payload_bytes, rho=rho, kappa=kappa)
+    sent, rho, kappa = pe.descriptors.tolist()
+    return pe.config.cost_table.select(payload_bytes=sent, rho=rho, kappa=kappa)
 
 
 def _match(

@@ -168,6 +168,11 @@ class Exchange:
         first, size = tensor.data_ptr(), self.heap.layout.regions["rows"].size
         return any(0 <= first - start < size for start in self._rows_at)
 
+    def others_rows(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor lies there, but not from this PE's first row on."""
+        own = self.heap.region(self.pe, "rows", torch.uint8).data_ptr()
+        return self.in_rows(tensor) and tensor.data_ptr() != own
+
     def notify_args(self) -> dict[str, Any]:
         """Return the arguments of a launcher that tells all ranks."""
         layout = self.heap.layout
