@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from railwave.autograd import rows_of_places
 from railwave.config import Config
+from railwave.exchange import Options
 from railwave.exchange.words import payload_bytes
 from railwave.handle import STATIC, Call, Handle
 from railwave.kernels.shape import bare_format, make_format
@@ -22,6 +24,7 @@ _PARTS_OF_BYTES = {
     getattr(torch, name, None)
     for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), _FP4)
 }
+MOST_ALIGNMENT = 2**16
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,11 +49,7 @@ def check_dispatch(
     _check_list(more, "extras", len(ranks))
     if handles is not None:
         check_unused(topk_idxs, topk_weights, ("topk_idxs", "topk_weights"), "handles")
-        _check_list(handles, "handles", len(ranks))
-        for rank in ranks:
-            name, received = f"handles[{rank}]", f"received[{rank}]"
-            check_handle(handles[rank], exchanges[rank], name=name, received=received)
-        _check_one_dispatch(handles)
+        _check_handles(handles, exchanges)
         calls = [
             check_repeat(
                 *(config, xs[rank], handles[rank]), **form, extras=more[rank], name=f"xs[{rank}]"
@@ -87,19 +86,24 @@ def check_repeat(
     static_shapes: bool | None = None,
     out: str = "copy",
     extras: Sequence[torch.Tensor] = (),
+    expert_alignment: int | None = None,
+    zero_padding: bool = False,
     grads: str = "",
     name: str = "x",
 ) -> Call:
     """Check one rank's arguments to a dispatch that repeats the routing of a handle's."""
     if static_shapes is not None:
         _check_form(static_shapes, out, grads)
+    alignment = handle.alignment if handle.places is not None else 0
     for what, given, own in (
         ("path", path, handle.path),
         ("static_shapes", static_shapes, handle.static_shapes),
+        ("expert_alignment", expert_alignment, alignment or None),
     ):
         if given is not None and given != own:
             raise ValueError(f"{what} must be left out, or the handle's {own!r}, got {given!r}")
     _check_form(handle.static_shapes, out, grads)
+    zero_padding = _check_grouping(alignment or None, zero_padding, out, grads)
     _check_matrix(x, name, config)
     if x.shape[0] != handle.num_tokens:
         raise ValueError(
@@ -112,7 +116,7 @@ def check_repeat(
     static = handle.static_shapes
     agreed = f"again {handle.epoch} {handle.path} {_kinds(x, *given)} {grads}"
     form = (fmt, _status(agreed, static), static, out == "view", handle, given)
-    return Call(plain(x), None, None, handle.path, *form)
+    return Call(plain(x), None, None, handle.path, *form, alignment, zero_padding)
 
 
 def check_call(
@@ -125,6 +129,8 @@ def check_call(
     static_shapes: bool | None = None,
     out: str = "copy",
     extras: Sequence[torch.Tensor] = (),
+    expert_alignment: int | None = None,
+    zero_padding: bool = False,
     grads: str = "",
     check_ids: bool = True,
     where: str = "",
@@ -140,6 +146,7 @@ def check_call(
     path = "joint" if path is None else path
     static_shapes = False if static_shapes is None else static_shapes
     _check_form(static_shapes, out, grads)
+    zero_padding = _check_grouping(expert_alignment, zero_padding, out, grads)
     if static_shapes and path == "auto":
         raise ValueError(
             "path must be named where static_shapes is True, got 'auto', which decides by what "
@@ -188,7 +195,8 @@ def check_call(
     agreed = f"{path} {_kinds(x, *given)} {topk_idx.dtype} {top_k} {grads}"
     status = _status(agreed, static_shapes)
     tensors = plain(x), plain(topk_idx), plain(topk_weights).float()
-    return Call(*tensors, path, fmt, status, static_shapes, out == "view", None, given)
+    form = (fmt, status, static_shapes, out == "view", None, given)
+    return Call(*tensors, path, *form, expert_alignment or 0, zero_padding)
 
 
 def _kinds(*parts: torch.Tensor) -> str:
@@ -234,6 +242,30 @@ def _check_form(static_shapes: Any, out: Any, grads: str) -> None:
         )
 
 
+def _check_grouping(alignment: Any, zero_padding: Any, out: str, grads: str) -> bool:
+    """Check how rows are grouped by expert; return whether free rows are zeroed."""
+    if not isinstance(zero_padding, bool):
+        raise TypeError(f"zero_padding must be True or False, got {zero_padding!r}")
+    if alignment is None:
+        if zero_padding:
+            raise ValueError(
+                "zero_padding must be False without expert_alignment, got True: rows have no gaps"
+            )
+        return False
+    if not isinstance(alignment, int) or isinstance(alignment, bool):
+        raise TypeError(f"expert_alignment must be an int or None, got {alignment!r}")
+    if not 1 <= alignment <= MOST_ALIGNMENT:
+        raise ValueError(
+            f"expert_alignment must be from 1 to {MOST_ALIGNMENT} rows, got {alignment}"
+        )
+    if out == "view":
+        raise ValueError(
+            "out must be 'copy' with expert_alignment, got 'view': rows arrive one a token"
+        )
+    # A weight's gradient sums over all rows: 0 times what a free row holds must be 0.
+    return zero_padding or bool(grads)
+
+
 def check_given(topk_idx: Any, topk_weights: Any) -> None:
     """Check that there is a routing, where there is no handle."""
     for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
@@ -272,25 +304,52 @@ def check_combine(
     outs: Sequence[torch.Tensor],
     handles: Sequence[Handle],
     exchanges: Sequence[Any],
+    weights: Sequence[torch.Tensor] | None,
+    bias: Sequence[Any] | None,
     wire_dtype: Any = None,
     grads: str = "",
-) -> list[torch.Tensor]:
+) -> list[tuple[torch.Tensor, Options]]:
     """Check all ranks' arguments to a combine; the handles must be of these exchanges.
 
     Raises:
         TypeError, ValueError: see `LocalWorld.combine`.
     """
     _check_list(outs, "outs", config.topo.num_ranks)
-    _check_list(handles, "handles", config.topo.num_ranks)
+    _check_handles(handles, exchanges)
     for rank, handle in enumerate(handles):
-        check_handle(handle, exchanges[rank], name=f"handles[{rank}]", received=f"received[{rank}]")
         check_gradients(grads, handle, name=f"handles[{rank}]")
-    _check_one_dispatch(handles)
-    for rank, (out, handle) in enumerate(zip(outs, handles, strict=True)):
-        check_out(config, out, handle, name=f"outs[{rank}]", wire_dtype=wire_dtype)
+    none = [None] * len(outs)
+    for name, values in (("weights", weights), ("bias", bias)):
+        if values is not None:
+            _check_list(values, name, len(outs))
+    each = zip(outs, handles, weights or none, bias or none, strict=True)
+    checked = [
+        check_out(config, out, handle, w, b, where=f"[{rank}]", wire_dtype=wire_dtype)
+        for rank, (out, handle, w, b) in enumerate(each)
+    ]
+    for rank, out in enumerate(outs):
         _check_same("outs", "dtype", rank, out.dtype, outs[0].dtype)
         _check_same("outs", "hidden size", rank, out.shape[1], outs[0].shape[1])
-    return [plain(out) for out in outs]
+    return checked
+
+
+def check_all_weights(
+    config: Config, topk_weights: Any, handles: Any, exchanges: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Check all ranks' arguments to `combine_weights`; return what it combines."""
+    _check_list(topk_weights, "topk_weights", config.topo.num_ranks)
+    _check_handles(handles, exchanges)
+    pairs = enumerate(zip(topk_weights, handles, strict=True))
+    return [check_weights(config, w, handle, where=f"[{rank}]") for rank, (w, handle) in pairs]
+
+
+def _check_handles(handles: Any, exchanges: Sequence[Any]) -> None:
+    """Check that handles are of one dispatch of these exchanges."""
+    _check_list(handles, "handles", len(exchanges))
+    for rank, handle in enumerate(handles):
+        name, received = f"handles[{rank}]", f"received[{rank}]"
+        check_handle(handle, exchanges[rank], name=name, received=received)
+    _check_one_dispatch(handles)
 
 
 def check_handle(handle: Handle, exchange: Any, *, name: str, received: str) -> None:
@@ -313,9 +372,21 @@ def check_gradients(grads: str, handle: Handle, *, name: str) -> None:
 
 
 def check_out(
-    config: Config, out: torch.Tensor, handle: Handle, *, name: str, wire_dtype: Any = None
-) -> None:
-    """Check one rank's expert outputs, and the dtype of their sums between nodes."""
+    config: Config,
+    out: torch.Tensor,
+    handle: Handle,
+    weights: Any = None,
+    bias: Any = None,
+    *,
+    where: str = "",
+    wire_dtype: Any = None,
+) -> tuple[torch.Tensor, Options]:
+    """Check one rank's arguments to a combine; return them as the stages take them.
+
+    Args:
+        where: follows the arguments' names in messages.
+    """
+    name = f"outs{where}" if where else "out"
     _check_matrix(out, name, config)
     if out.dtype not in SUMMABLE:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {out.dtype}")
@@ -334,6 +405,68 @@ def check_out(
                 f"{config.payload_bytes} bytes, got {wire_dtype}: {num_bytes} bytes; declare a "
                 "larger hidden or a wider dtype"
             )
+    if weights is not None:
+        weights = _check_row_weights(config, weights, handle, f"weights{where}")
+    given = _check_bias(config, bias, (handle.num_tokens, out.shape[1]), f"bias{where}")
+    return plain(out), Options(weights, given, wire_dtype)
+
+
+def _check_row_weights(config: Config, weights: Any, handle: Handle, name: str) -> torch.Tensor:
+    _check_tensor(weights, name, config, dims=1)
+    if weights.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {weights.dtype}")
+    if len(weights) != handle.num_rows:
+        raise ValueError(
+            f"{name} must have one for each of the {handle.num_rows} rows received, got "
+            f"{len(weights)}"
+        )
+    return plain(weights).contiguous()
+
+
+def check_weights(
+    config: Config, topk_weights: Any, handle: Handle, *, where: str = ""
+) -> torch.Tensor:
+    """Check the weights of one rank's rows; return them a row a token, (tokens, K) float32."""
+    name = f"topk_weights{where}"
+    assert handle.topk_weights is not None
+    shape = tuple(handle.topk_weights.shape)
+    _check_tensor(topk_weights, name, config, dims=len(shape))
+    if topk_weights.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {topk_weights.dtype}")
+    if tuple(topk_weights.shape) != shape:
+        raise ValueError(
+            f"{name} must have the shape of the weights received, {shape}, got "
+            f"{tuple(topk_weights.shape)}"
+        )
+    if topk_weights.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require gradients, none flow: pass {name}.detach()")
+    rows = plain(topk_weights)
+    return rows if handle.places is None else rows_of_places(handle, rows)
+
+
+def biases(bias: Any) -> tuple[Any, ...]:
+    """Return what a caller gave as bias: none, a tensor, or two."""
+    if bias is None:
+        return ()
+    return (bias,) if isinstance(bias, torch.Tensor) or not isinstance(bias, Sequence) else (*bias,)
+
+
+def _check_bias(
+    config: Config, bias: Any, shape: tuple[int, int], name: str
+) -> tuple[torch.Tensor, ...]:
+    """Check the biases; return them as (T, H)."""
+    given = biases(bias)
+    if len(given) > 2:
+        raise ValueError(f"{name} must be one tensor or two, got {len(given)}")
+    for each in given:
+        _check_tensor(each, name, config, dims=None)
+        if each.dtype not in SUMMABLE:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {each.dtype}")
+        if tuple(each.shape) not in (shape, shape[1:]):
+            raise ValueError(
+                f"{name} must have shape {shape} or {shape[1:]}, got {tuple(each.shape)}"
+            )
+    return tuple(plain(each).expand(shape) for each in given)
 
 
 def _check_list(values: Any, name: str, num_ranks: int) -> None:
@@ -346,13 +479,27 @@ def _check_list(values: Any, name: str, num_ranks: int) -> None:
 def _check_matrix(
     value: Any, name: str, config: Config, *, grads: Sequence[torch.dtype] = SUMMABLE
 ) -> None:
+    _check_tensor(value, name, config, dims=2, grads=grads)
+
+
+def _check_tensor(
+    value: Any,
+    name: str,
+    config: Config,
+    *,
+    dims: int | None,
+    grads: Sequence[torch.dtype] = SUMMABLE,
+) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested or value.is_quantized:
         kind = "quantized" if value.is_quantized else f"layout {value.layout}"
         raise TypeError(f"{name} must be a dense tensor, got {kind}")
-    if value.dim() != 2:
-        raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(value.shape)}")
+    if dims is not None and value.dim() != dims:
+        plural = "" if dims == 1 else "s"
+        raise ValueError(
+            f"{name} must have {dims} dimension{plural}, got shape {tuple(value.shape)}"
+        )
     if value.device != config.device:
         raise ValueError(f"{name} must be on the device {config.device}, got {value.device}")
     if value.dtype in _PARTS_OF_BYTES:

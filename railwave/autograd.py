@@ -3,7 +3,7 @@
 With row r of token t on rank w, and y the sum over a token's rows:
 
     dispatch: x_r = x_t, w_rk = w_tk on one rank        dx_t = sum of dx_r, dw_tk = sum of dw_rk
-    combine:  y_t = sum of o_r                          do_r = dy_t
+    combine:  y_t = sum of v_r o_r + bias               do_r = v_r dy_t, dv_r = <dy_t, o_r>
 
 All ranks take part in every backward phase, in the order of the forward ones turned round: so what
 needs gradients must be the same on all ranks (calls are compared), and every rank's loss must
@@ -78,12 +78,25 @@ def dispatch(
 
 
 def combine(
-    verbs: Verbs, run: Callable[[], list[torch.Tensor]], outs: Tensors, handles: Sequence[Handle]
+    verbs: Verbs,
+    run: Callable[[], list[torch.Tensor]],
+    outs: Tensors,
+    handles: Sequence[Handle],
+    weights: Sequence[Any],
+    biases: Sequence[Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Run a combine so that gradients flow to outs, and its handles' dispatch takes part."""
+    """Run a combine so that gradients flow to its tensors, and its handles' dispatch takes part.
+
+    Args:
+        weights: a tensor or None, each.
+        biases: of each rank, up to two.
+    """
     # What is no handle, the run refuses.
     anchors = [getattr(handle, "anchor", None) for handle in handles]
-    return list(_Combine.apply(verbs, run, handles, *outs, *anchors))
+    flat = [(rank, bias) for rank, given in enumerate(biases) for bias in given]
+    ranks = [rank for rank, _ in flat]
+    inputs = (*outs, *anchors, *weights, *(bias for _, bias in flat))
+    return list(_Combine.apply(verbs, run, handles, ranks, *inputs))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -114,12 +127,9 @@ class _Dispatch(torch.autograd.Function):
             of_xs = zip(grads[:n], handles, ctx.dtypes[:n], ctx.widths, strict=True)
             found[:n] = ctx.verbs.combine([_or_zeros(*each) for each in of_xs], handles)
         if any(wanted[n:]):
-            # The weight of an expert elsewhere is 0 here, whatever it was: no gradient leads there.
-            rows = [
-                torch.where(ids >= 0, _or_zeros(g, h, torch.float32, ids.shape[1]), 0)
-                for g, h, ids in zip(grads[n : 2 * n], handles, ctx.saved_tensors, strict=True)
-            ]
-            sums = ctx.verbs.combine(rows, handles)
+            triples = zip(grads[n : 2 * n], handles, ctx.saved_tensors, strict=True)
+            rows = [_of_weights(*each) for each in triples]
+            sums = ctx.verbs.combine(rows, [handle.by_token for handle in handles])
             found[n:] = [s.to(dtype) for s, dtype in zip(sums, ctx.dtypes[n:], strict=True)]
         return (None, None, None, None, *found)
 
@@ -127,19 +137,71 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, verbs: Verbs, run: Any, handles: Sequence[Handle], *inputs: torch.Tensor | None
+        ctx: Any,
+        verbs: Verbs,
+        run: Any,
+        handles: Sequence[Handle],
+        bias_ranks: list[int],
+        *inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.verbs, ctx.handles = verbs, handles
-        ctx.anchors = inputs[len(handles) :]
+        n = len(handles)
+        ctx.verbs, ctx.handles, ctx.bias_ranks = verbs, handles, bias_ranks
+        ctx.anchors, ctx.biases = inputs[n : 2 * n], inputs[3 * n :]
+        weights = inputs[2 * n : 3 * n]
+        weighed = [(out, w) for out, w in zip(inputs[:n], weights, strict=True) if w is not None]
+        ctx.weighed = [w is not None for w in weights]
+        ctx.save_for_backward(*(tensor for pair in weighed for tensor in pair))
         return tuple(run())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        received = ctx.verbs.dispatch([_dense(grad) for grad in grads], ctx.handles)
-        rows = [_rows_that_came(r) for r in received]
-        anchors = [None if anchor is None else torch.zeros_like(anchor) for anchor in ctx.anchors]
-        return (None, None, None, *rows, *anchors)
+        n, dys = len(ctx.handles), [_dense(grad) for grad in grads]
+        found: list[torch.Tensor | None] = [None] * (3 * n)
+        if any(ctx.needs_input_grad[4 : 4 + 3 * n]):
+            saved = list(ctx.saved_tensors)
+            for i, received in enumerate(ctx.verbs.dispatch(dys, ctx.handles)):
+                found[i], rows = 2 * [_rows_that_came(received)]
+                if ctx.weighed[i]:
+                    out, weights = saved.pop(0), saved.pop(0)
+                    found[i] = (rows.float() * weights[:, None]).to(out.dtype)
+                    products = (rows.float() * out.float()).sum(dim=1)
+                    found[2 * n + i] = torch.where(_is_row(received), products, 0)
+            anchors = (a if a is None else torch.zeros_like(a) for a in ctx.anchors)
+            found[n : 2 * n] = anchors
+        of_biases = [
+            (dys[rank] if bias.dim() == 2 else dys[rank].float().sum(dim=0)).to(bias.dtype)
+            for rank, bias in zip(ctx.bias_ranks, ctx.biases, strict=True)
+        ]
+        return (None, None, None, None, *found, *of_biases)
+
+
+def _of_weights(grad: torch.Tensor | None, handle: Handle, ids: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of a rank's weights as (tokens, K), as weights arrived.
+
+    The weight of an expert elsewhere is 0 here, whatever it was: no gradient leads there.
+    """
+    if handle.places is None:
+        return torch.where(ids >= 0, _or_zeros(grad, handle, torch.float32, ids.shape[1]), 0)
+    return rows_of_places(handle, ids * 0.0 if grad is None else _dense(grad))
+
+
+def rows_of_places(handle: Handle, values: torch.Tensor) -> torch.Tensor:
+    """Bring values of rows by expert, (rows,), to (tokens, K): 0 for experts elsewhere."""
+    assert handle.places is not None
+    row = torch.arange(handle.max_rows, device=values.device)
+    places = torch.where((row < handle.received[0])[:, None], handle.places, -1)
+    places = torch.where(places < -1, -2 - places, places)  # of an expert that is named twice
+    if not len(values):
+        return torch.zeros_like(places, dtype=values.dtype)
+    return torch.where(places >= 0, values[places.clamp(min=0)], 0)
+
+
+def _is_row(received: Received) -> torch.Tensor:
+    """Say which rows are of a token."""
+    if received.handle.places is not None:
+        return received.topk_idx >= 0
+    return torch.arange(len(received.x), device=received.x.device) < received.num_rows
 
 
 def _or_zeros(

@@ -29,6 +29,7 @@ from railwave.agreement import (
     say_call,
 )
 from railwave.arguments import (
+    biases,
     check_call,
     check_given,
     check_gradients,
@@ -36,12 +37,22 @@ from railwave.arguments import (
     check_out,
     check_repeat,
     check_unused,
+    check_weights,
     plain,
 )
 from railwave.config import PATHS, Config, fitting
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError, ReceiveOverflowError
-from railwave.exchange import CallsDiffer, Exchange, Failure, Stages, combine, dispatch, refuse
+from railwave.exchange import (
+    CallsDiffer,
+    Exchange,
+    Failure,
+    Options,
+    Stages,
+    combine,
+    dispatch,
+    refuse,
+)
 from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.meeting import Meeting
@@ -228,6 +239,8 @@ class Communicator:
         path: str | None = None,
         static_shapes: bool | None = None,
         out: str = "copy",
+        expert_alignment: int | None = None,
+        zero_padding: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> Received:
         """Send this rank's tokens to the ranks of their experts.
@@ -251,11 +264,16 @@ class Communicator:
             out: copy, or view: x of the result is the region that rows arrive in, valid until this
                 rank's next dispatch or combine. `combine` copies nothing of it if it is given that
                 view, with results in the place of the rows.
+            expert_alignment: give a row per (token, local expert), grouped by expert; each group
+                starts at a multiple of this number. Ranks may differ in it.
+            zero_padding: set x of the rows that this leaves free to 0, which is done anyhow where
+                something needs gradients.
             stream: run there, after what the current stream holds by now; let the caller's stream
                 wait for it before the result is used. None: on the current stream.
 
         Returns:
-            A `Received`: a row per (token, this rank), ordered by (source rank, token).
+            A `Received`: a row per (token, this rank), ordered by (source rank, token); or as
+            `expert_alignment` says.
 
         Raises:
             TypeError, ValueError: an argument breaks a rule. Nothing has moved; the next call
@@ -271,12 +289,13 @@ class Communicator:
             all need `reset` before they go on: the one that is wrong, too.
         """
         grads = autograd.named(x=x, topk_weights=topk_weights)
-        form = {"handle": handle, "extras": extras, "path": path, "out": out}
-        form["static_shapes"] = static_shapes
+        form: dict[str, Any] = {"extras": extras, "path": path, "out": out, "grads": grads}
+        form |= {"expert_alignment": expert_alignment, "zero_padding": zero_padding}
+        form |= {"static_shapes": static_shapes}
         inputs = x, topk_idx, topk_weights
 
         def run() -> list[Received]:
-            return [self._dispatch(*inputs, **form, grads=grads, stream=stream)]
+            return [self._dispatch(*inputs, handle=handle, stream=stream, **form)]
 
         if not grads:
             return run()[0]
@@ -289,28 +308,28 @@ class Communicator:
         topk_weights: torch.Tensor | None = None,
         *,
         handle: Handle | None = None,
-        extras: Sequence[torch.Tensor] = (),
-        path: str | None = None,
-        static_shapes: bool | None = None,
-        out: str = "copy",
-        grads: str = "",
         stream: torch.cuda.Stream | None = None,
+        **form: Any,
     ) -> Received:
-        """Dispatch without gradients; `grads`: what needs some."""
+        """Dispatch without gradients.
+
+        Args:
+            form: as of `check_call` and `check_repeat`.
+        """
         self._check_usable()
-        static = handle.static_shapes if isinstance(handle, Handle) else static_shapes is True
+        extras, grads = form.get("extras", ()), form.get("grads", "")
+        static_shapes = form.get("static_shapes") is True
+        static = handle.static_shapes if isinstance(handle, Handle) else static_shapes
         decided_there = self._exchange.device_decides(static)
         used = (x, topk_idx, topk_weights, *(extras if isinstance(extras, list | tuple) else ()))
         with self._turns.take(stream, used) as capturing:
             try:
                 check_capture(capturing, decided_there)
                 self._turns.check(stream)
-                form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
-                form["extras"] = extras
                 if handle is None:
                     check_given(topk_idx, topk_weights)
-                    form["check_ids"] = not decided_there
-                    call = check_call(self.config, x, topk_idx, topk_weights, **form)
+                    inputs = x, topk_idx, topk_weights
+                    call = check_call(self.config, *inputs, **form, check_ids=not decided_there)
                 else:
                     check_unused(topk_idx, topk_weights, ("topk_idx", "topk_weights"), "handle")
                     self._check_handle(handle)
@@ -333,19 +352,28 @@ class Communicator:
         out: torch.Tensor,
         handle: Handle,
         *,
+        weights: torch.Tensor | None = None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
         wire_dtype: torch.dtype | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> torch.Tensor:
-        """Sum the rows of each token that this rank dispatched, unweighted.
+        """Sum the rows of each token that this rank dispatched, unweighted unless asked.
 
         In fp32, rounded once per sending node for the wire and once at the end. Waits for nothing
         if its dispatch had static shapes; then ranks do not compare their calls.
+
+        Of rows by expert, those of a token on one rank are first added in fp32, by ascending k, and
+        rounded once to their dtype.
 
         Args:
             out: (rows, H) results for the rows of the `Received`, in their order; float32,
                 bfloat16 or float16, H free within what was declared.
             handle: of that dispatch; it may be used again. One that was captured in a graph holds
                 something once the graph has been replayed.
+            weights: (rows,) float32, which rows are multiplied by first, in fp32: `topk_weights` of
+                rows by expert, for example. Ranks may differ in whether they give some.
+            bias: one tensor or two, (T, H) or (H,), float32, bfloat16 or float16: added in fp32, in
+                turn, before the result is rounded. Ranks may differ in it, too.
             wire_dtype: of the sums between nodes, which must fit the declared bytes; default: of
                 out. The same on all ranks.
             stream: as of `dispatch`.
@@ -357,48 +385,80 @@ class Communicator:
             with static shapes, on a GPU, a wrong call is raised on its rank alone, which has not
             taken part: it may call again, rightly, before the others' deadline.
         """
-        grads = autograd.named(out=out, handle=getattr(handle, "anchor", None)) and "out"
+        anchor, added = getattr(handle, "anchor", None), biases(bias)
+        grads = autograd.named(out=out, handle=anchor, weights=weights) and "out"
 
         def run() -> list[torch.Tensor]:
-            form = {"wire_dtype": wire_dtype, "grads": grads, "stream": stream}
-            return [self._combine(out, handle, **form)]
+            form: dict[str, Any] = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
+            return [self._combine(out, handle, **form, grads=grads, stream=stream)]
 
-        if not grads:
+        if not grads and not any(autograd.named(bias=each) for each in added):
             return run()[0]
+        return autograd.combine(self._verbs, run, [out], [handle], [weights], [added])[0]
 
-        return autograd.combine(self._verbs, run, [out], [handle])[0]
+    def combine_weights(
+        self,
+        topk_weights: torch.Tensor,
+        handle: Handle,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> torch.Tensor:
+        """Bring the weights of a `Received`, as they are now, back to their tokens.
+
+        A phase of its own, as `combine`. No gradients flow through it.
+
+        Args:
+            topk_weights: float32, of the shape of the `Received`'s: (rows, K), 0 where an expert is
+                elsewhere; or (rows,) by expert.
+            handle, stream: as of `combine`.
+
+        Returns:
+            (T, K) float32; zero where topk_idx of the dispatch selects nothing.
+
+        Raises: as `combine`.
+        """
+        return self._combine(topk_weights, handle, stream=stream, of_weights=True)
 
     def _combine(
         self,
         out: torch.Tensor,
         handle: Handle,
         *,
+        weights: torch.Tensor | None = None,
+        bias: Any = None,
         wire_dtype: torch.dtype | None = None,
         grads: str = "",
         stream: torch.cuda.Stream | None = None,
-        weights: bool = False,
+        of_weights: bool = False,
+        checked: bool = False,
     ) -> torch.Tensor:
         """Combine without gradients.
 
         Args:
             grads: what needs some.
-            weights: out holds top-k values a row, however small a token is.
+            of_weights: out holds a `Received`'s weights, top-k a token, however small a token is.
+            checked: out is as it must be.
         """
         self._check_usable()
         static_shapes = isinstance(handle, Handle) and handle.static_shapes
         decided_there = self._exchange.device_decides(static_shapes)
-        with self._turns.take(stream, (out,)) as capturing:
+        with self._turns.take(stream, (out, weights, *biases(bias))) as capturing:
             try:
                 check_capture(capturing, decided_there)
                 self._turns.check(stream)
                 self._check_handle(handle)
                 check_gradients(grads, handle, name="handle")
-                if not weights:
-                    check_out(self.config, out, handle, name="out", wire_dtype=wire_dtype)
-                out = plain(out)
+                if of_weights:
+                    out, handle = check_weights(self.config, out, handle), handle.by_token
+                    options = Options()
+                elif checked:
+                    out, options = plain(out), Options()
+                else:
+                    form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
+                    out, options = check_out(self.config, out, handle, **form)
                 if self._on_gpu:
                     with self.config.on_device():
-                        self._rehearsal.combine(out, handle, wire_dtype, capturing=capturing)
+                        self._rehearsal.combine(out, handle, options, capturing=capturing)
             except Exception as error:
                 if capturing or decided_there:
                     raise
@@ -409,7 +469,7 @@ class Communicator:
             status = zlib.crc32(agreed.encode()) & (STATIC - 1)
             said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
             said += f", wire_dtype {wire_dtype}, with{'' if grads else 'out'} gradients"
-            stages = combine(self._exchange, out, handle, wire_dtype=wire_dtype, status=status)
+            stages = combine(self._exchange, out, handle, options, status=status)
             return self._run(stages, "combine", said, decided_there=decided_there)
 
     @property
@@ -417,10 +477,11 @@ class Communicator:
         """What a backward pass runs."""
 
         def dispatch(xs: Any, handles: Any) -> list[Received]:
-            return [self._dispatch(xs[0], handle=handles[0])]
+            zero_padding = handles[0].places is not None
+            return [self._dispatch(xs[0], handle=handles[0], zero_padding=zero_padding)]
 
         def combine(outs: Any, handles: Any) -> list[torch.Tensor]:
-            return [self._combine(outs[0], handles[0], weights=True)]
+            return [self._combine(outs[0], handles[0], checked=True)]
 
         return autograd.Verbs(dispatch, combine)
 

@@ -258,6 +258,12 @@ class Config:
             counts[rank] += 1
         return counts
 
+    def most_rows_by_expert(self, rank: int, max_rows: int, top_k: int, alignment: int) -> int:
+        """Return the most rows of a rank's experts that come of max_rows tokens, and gaps."""
+        num_experts = self.experts_per_rank[rank]
+        most = max_rows * min(top_k, num_experts) + num_experts * (alignment - 1)
+        return -(-most // alignment) * alignment
+
     @property
     def accepted_paths(self) -> tuple[str, ...]:
         """What a dispatch may be called with."""

@@ -34,6 +34,8 @@ def dispatch(
     path: str | None = None,
     static_shapes: bool | None = None,
     out: str = "copy",
+    expert_alignment: int | None = None,
+    zero_padding: bool = False,
     stream: torch.cuda.Stream | None = None,
 ) -> Received:
     """Send tokens to the ranks of their experts: `Communicator.dispatch` of the default one."""
@@ -44,6 +46,8 @@ def dispatch(
         path=path,
         static_shapes=static_shapes,
         out=out,
+        expert_alignment=expert_alignment,
+        zero_padding=zero_padding,
         stream=stream,
     )
 
@@ -52,11 +56,21 @@ def combine(
     out: torch.Tensor,
     handle: Handle,
     *,
+    weights: torch.Tensor | None = None,
+    bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     wire_dtype: torch.dtype | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> torch.Tensor:
     """Sum every token's rows: `Communicator.combine` of the default one."""
-    return _current().combine(out, handle, wire_dtype=wire_dtype, stream=stream)
+    form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype, "stream": stream}
+    return _current().combine(out, handle, **form)  # type: ignore[arg-type]
+
+
+def combine_weights(
+    topk_weights: torch.Tensor, handle: Handle, *, stream: torch.cuda.Stream | None = None
+) -> torch.Tensor:
+    """Bring weights back: `Communicator.combine_weights` of the default one."""
+    return _current().combine_weights(topk_weights, handle, stream=stream)
 
 
 def check() -> None:

@@ -3,8 +3,10 @@
 Letters: T tokens, H hidden, K top-k, N nodes, G GPUs a node, P the most records of a proxy.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class Handle:
     path: str  # native, rail, permutation or joint; its combine follows the same path
     num_tokens: int  # T of this rank's dispatch
     num_rows: int  # rows of the `Received`: those that came, or with static shapes the most
+    max_rows: int  # tokens that came, or with static shapes the most: rows where they arrived
     row_words: int  # 32-bit words from one row to the next, where they arrived
     received: torch.Tensor  # (1 + experts,) int32, rows that came, then slots of each local expert
     record_token: torch.Tensor  # (N, T_max) int32, token of each record, per destination node
@@ -47,13 +50,23 @@ class Handle:
     # What its `Received` holds beside x, for a dispatch that repeats this one.
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
-    counts: torch.Tensor | None = None  # (1 + experts,) int32, as `received`
+    counts: torch.Tensor | None = None  # (1 + experts,) int32, rows and those of each expert
+    # Of rows by expert, from `kernels.group.place`; None for a row a token.
+    places: torch.Tensor | None = None  # (max_rows, K) int32, where each expert of a token has it
+    offsets: torch.Tensor | None = None  # (1 + experts,) int32, where groups start
+    alignment: int = 1  # at multiples of it
+    host_counts: tuple[int, ...] | None = None  # rows of each expert; None with static shapes
     # With gradients, a tensor without elements: its gradient function is the dispatch's, so that a
     # combine leads there on every rank, whatever the rank received.
     anchor: torch.Tensor | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError("a handle cannot be copied or pickled: it belongs to the object it is from")
+
+    @property
+    def by_token(self) -> Handle:
+        """The same dispatch with a row a token, which is how they arrived."""
+        return replace(self, num_rows=self.max_rows, places=None, offsets=None)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what the handle holds on the device."""
@@ -67,18 +80,30 @@ class Received:
     With static shapes there are max_recv_rows rows, of which the first `num_rows` came; what the
     others hold is undefined.
 
+    With `expert_alignment` a row per (token, local expert): a group for each expert, in their
+    order, which starts at a multiple of that; within it as above. The rows that are left free
+    between groups have expert -1 and weight 0, and no combine reads them; x of them is undefined
+    unless `zero_padding` was asked for. With static shapes there are as many rows as could come:
+    max_recv_rows * min(top-k, local experts), and the alignment's.
+
     Attributes:
         x: (rows, H), dtype as dispatched; the caller's own, or with out="view" the region that rows
             arrive in: rows with a stride, valid until this rank's next dispatch or combine. Not
             for training: autograd keeps what experts read, and would find other rows there.
         topk_idx: (rows, K), dtype as dispatched; local expert ids, -1 for experts elsewhere.
-        topk_weights: (rows, K) float32; 0 where topk_idx is -1.
-        num_rows: () int32 on the device, the rows that came.
-        num_tokens_per_expert: (local experts,) int32; a repeated id counts each time.
+        topk_weights: (rows, K) float32; 0 where topk_idx is -1. By expert, both are (rows,): the
+            row's expert, and its weight; for an expert that a token names twice, their sum.
+        num_rows: () int32 on the device, the rows that came; by expert, where the last group ends.
+        num_tokens_per_expert: (local experts,) int32; a repeated id counts each time. By expert:
+            the rows of each, where it counts once.
         handle: what `combine` needs, and a dispatch that repeats this one: its `Received` has these
             same topk_idx and topk_weights, so leave them as they are.
         extras: (rows, n) of each extra tensor, dtype as dispatched. With extras, these and x are
             views of one tensor, rows at a stride: for autograd an edit of one is an edit of all.
+        expert_offsets: by expert, (1 + local experts,) int32: where each group starts, and where
+            the last one ends. Else None.
+        rows_per_expert: by expert, num_tokens_per_expert on the host. None otherwise, and with
+            static shapes.
     """
 
     x: torch.Tensor
@@ -88,6 +113,8 @@ class Received:
     num_tokens_per_expert: torch.Tensor
     handle: Handle
     extras: tuple[torch.Tensor, ...] = ()
+    expert_offsets: torch.Tensor | None = None
+    rows_per_expert: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +131,8 @@ class Call:
     view: bool = False  # rows are handed out where they arrive
     again: Handle | None = None  # of the dispatch whose routing this one repeats
     extras: tuple[torch.Tensor, ...] = ()  # (T, n) each
+    alignment: int = 0  # of rows by expert; 0 for a row a token
+    zero_padding: bool = False
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

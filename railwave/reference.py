@@ -90,6 +90,71 @@ def dispatch_ref(
     return received
 
 
+@dataclass(frozen=True, eq=False)
+class DenseGrouped:
+    """The rows of one rank, one for each (token, local expert), grouped by expert."""
+
+    x: torch.Tensor  # (rows, H); 0 where a row is of no token
+    topk_idx: torch.Tensor  # (rows,) local expert, -1 for none
+    topk_weights: torch.Tensor  # (rows,) float32, 0 for none; summed where a token repeats an id
+    rows_per_expert: list[int]
+    offsets: list[int]  # where each group starts, and where the last one ends
+    places: list[list[int]]  # of each row of the `DenseReceived`: its rows here, by ascending k
+
+
+def group_ref(received: DenseReceived, alignment: int) -> DenseGrouped:
+    """Give each (row, expert) a row of its own, each expert's from a multiple of `alignment` on.
+
+    Example:
+        >>> rows = DenseReceived(
+        ...     x=torch.tensor([[5.0], [6.0]]),
+        ...     topk_idx=torch.tensor([[1, 0], [1, -1]]),
+        ...     topk_weights=torch.tensor([[0.25, 0.5], [1.0, 0.0]]),
+        ...     num_tokens_per_expert=torch.tensor([1, 2]),
+        ...     source=torch.tensor([[0, 0], [0, 1]]),
+        ... )
+        >>> grouped = group_ref(rows, alignment=2)
+        >>> grouped.x[:, 0].tolist(), grouped.topk_idx.tolist(), grouped.offsets
+        ([5.0, 0.0, 5.0, 6.0], [0, -1, 1, 1], [0, 2, 4])
+        >>> grouped.places
+        [[2, 0], [3]]
+    """
+    ids = received.topk_idx.tolist()
+    offsets, rows_per_expert, place = [0], [], {}
+    for e in range(len(received.num_tokens_per_expert)):
+        rows = [i for i, of_row in enumerate(ids) if e in of_row]
+        place |= {(i, e): offsets[-1] + n for n, i in enumerate(rows)}
+        rows_per_expert.append(len(rows))
+        offsets.append(offsets[-1] + -(-len(rows) // alignment) * alignment)
+    x = received.x.new_zeros(offsets[-1], received.x.shape[1])
+    topk_idx = torch.full((offsets[-1],), -1, dtype=received.topk_idx.dtype)
+    weights = torch.zeros(offsets[-1])
+    for (i, e), row in place.items():
+        x[row], topk_idx[row] = received.x[i], e
+        for k, expert in enumerate(ids[i]):
+            if expert == e:
+                weights[row] += received.topk_weights[i, k]
+    places = [[place[i, e] for e in dict.fromkeys(of) if e >= 0] for i, of in enumerate(ids)]
+    return DenseGrouped(x, topk_idx, weights, rows_per_expert, offsets, places)
+
+
+def gather_ref(
+    out: torch.Tensor, weights: torch.Tensor | None, places: list[list[int]]
+) -> torch.Tensor:
+    """Sum the results for each row's experts, in fp32 from +0 in this order, rounded once.
+
+    Args:
+        out: (grouped rows, H); weights: (grouped rows,) float32 to multiply them by, or None.
+        places: as of `DenseGrouped`.
+    """
+    sums = torch.zeros(len(places), out.shape[1])
+    for i, rows in enumerate(places):
+        for row in rows:
+            value = out[row].float()
+            sums[i] += value if weights is None else value * weights[row]
+    return sums.to(out.dtype)
+
+
 def combine_ref(
     topo: Topology,
     outs: Sequence[torch.Tensor],
@@ -97,6 +162,7 @@ def combine_ref(
     num_tokens: Sequence[int],
     *,
     wire_dtype: torch.dtype | None = None,
+    bias: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> list[torch.Tensor]:
     """Sum every token's rows at its owner, in the order and with the roundings of `combine`.
 
@@ -111,6 +177,7 @@ def combine_ref(
         received: per rank, from `dispatch_ref`.
         num_tokens: per rank, T.
         wire_dtype: between nodes. Default: that of `outs`.
+        bias: per rank, what is added in turn before the last rounding.
 
     Returns:
         Per rank, (T, H) of the dtype of `outs`; +0 for a token without a row.
@@ -137,6 +204,8 @@ def combine_ref(
         y = sums[node][mine].clone()
         for wave in range(1, topo.nodes):
             y += wire_sums[(node - wave) % topo.nodes][mine]
+        for each in bias[rank] if bias else ():
+            y += each.float()
         ys.append(y.to(dtype))
         start += tokens
     return ys

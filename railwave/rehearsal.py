@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from railwave.arguments import SUMMABLE, check_call
-from railwave.exchange import Exchange, Stages, combine, dispatch, refuse
+from railwave.exchange import PLAIN, Exchange, Options, Stages, combine, dispatch, refuse
 from railwave.exchange.words import as_words, join_words
 from railwave.handle import Call, Handle
 from railwave.heap import Gather, together
@@ -69,6 +69,7 @@ class Rehearsal:
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
         kind = (call.path, call.fmt, call.view, _aligned(join_words(call.parts)))
+        kind += (call.alignment > 0, call.zero_padding)
         if call.again is None:
             ids = call.topk_idx
             kind += (ids.dtype, ids.is_contiguous(), _aligned(ids), _aligned(call.topk_weights))
@@ -83,7 +84,7 @@ class Rehearsal:
         self,
         out: torch.Tensor,
         handle: Handle,
-        wire_dtype: torch.dtype | None = None,
+        options: Options = PLAIN,
         *,
         capturing: bool = False,
     ) -> None:
@@ -94,12 +95,15 @@ class Rehearsal:
             out.shape[1],
             (handle.own_rows.shape[1], handle.row_words),
             handle.static_shapes,
-            wire_dtype,
+            options.wire_dtype,
             _aligned(as_words(out)),
+            handle.places is None or handle.places.shape[1],
+            options.weights is None or _aligned(options.weights),
+            tuple((each.dtype, each.data_ptr() % 16) for each in options.bias),
         )
         if kind not in self._kinds:
             _check_not_capturing(capturing)
-            self._run(combine(self._exchange, out, handle, wire_dtype=wire_dtype))
+            self._run(combine(self._exchange, out, handle, options))
             self._kinds.add(kind)
 
     def _run(self, stages: Stages) -> Any:

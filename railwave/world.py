@@ -15,11 +15,20 @@ from typing import Any
 import torch
 
 from railwave import autograd
-from railwave.arguments import check_combine, check_dispatch
+from railwave.arguments import biases, check_all_weights, check_combine, check_dispatch
 from railwave.config import PATHS, Config
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import ReceiveOverflowError
-from railwave.exchange import Exchange, Stages, Wait, Waits, combine, dispatch
+from railwave.exchange import (
+    PLAIN,
+    Exchange,
+    Options,
+    Stages,
+    Wait,
+    Waits,
+    combine,
+    dispatch,
+)
 from railwave.handle import Handle, Received
 from railwave.heap import LocalHeap
 from railwave.topology import Topology
@@ -144,6 +153,8 @@ class LocalWorld:
         path: str | None = None,
         static_shapes: bool | None = None,
         out: str = "copy",
+        expert_alignment: int | None = None,
+        zero_padding: bool = False,
     ) -> list[Received]:
         """Send every token to the ranks of its experts.
 
@@ -162,16 +173,23 @@ class LocalWorld:
                 for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
             static_shapes: give max_recv_rows rows, whatever came; see `Received`.
             out: copy, or view: rows are not copied out of the region that they arrive in.
+            expert_alignment: give a row per (token, local expert), grouped by expert; each group
+                starts at a multiple of this number.
+            zero_padding: set x of the rows that this leaves free to 0, which is done anyhow where
+                something needs gradients.
 
         Returns:
-            Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token).
+            Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token); or as
+            `expert_alignment` says.
 
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
             ReceiveOverflowError: a rank would receive more than max_recv_rows rows; likewise.
         """
         grads = autograd.named_in_lists(xs=xs, topk_weights=topk_weights)
-        form = {"path": path, "static_shapes": static_shapes, "out": out, "grads": grads}
+        form: dict[str, Any] = {"path": path, "static_shapes": static_shapes, "out": out}
+        form |= {"expert_alignment": expert_alignment, "zero_padding": zero_padding}
+        form |= {"grads": grads}
         arguments = (xs, topk_idxs, topk_weights, handles)
         calls = check_dispatch(self.config, *arguments, self._exchanges, extras, **form)
 
@@ -188,17 +206,24 @@ class LocalWorld:
         outs: Sequence[torch.Tensor],
         handles: Sequence[Handle],
         *,
+        weights: Sequence[torch.Tensor] | None = None,
+        bias: Sequence[Any] | None = None,
         wire_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
-        """Sum every token's rows at the rank that dispatched it, unweighted.
+        """Sum every token's rows at the rank that dispatched it, unweighted unless asked.
 
         Rows of one node are added in fp32 and rounded once to their dtype for the wire (not the
-        owner's own node's); sums of nodes are added in fp32 and rounded once.
+        owner's own node's); sums of nodes are added in fp32 and rounded once. Of rows by expert,
+        those of a token on one rank are first added in fp32, by ascending k, and rounded once.
 
         Args:
             outs: per rank, (rows, H) results for the rows of its `Received`, in their order;
                 float32, bfloat16 or float16, H free within what was declared.
             handles: per rank, the handle of that dispatch.
+            weights: per rank, (rows,) float32, which rows are multiplied by first, in fp32:
+                `topk_weights` of rows by expert, for example.
+            bias: per rank, a tensor or two, (T, H) or (H,), float32, bfloat16 or float16, or None:
+                added in fp32, in turn, before the result is rounded.
             wire_dtype: of the sums between nodes, which must fit the declared bytes; default: of
                 outs.
 
@@ -210,34 +235,63 @@ class LocalWorld:
         """
         listed = handles if isinstance(handles, Sequence) else ()
         anchors = [getattr(handle, "anchor", None) for handle in listed]
-        grads = autograd.named_in_lists(outs=outs, handles=anchors)
-        arguments = (outs, handles, self._exchanges, wire_dtype, grads)
-        plain_outs = check_combine(self.config, *arguments)
+        grads = autograd.named_in_lists(outs=outs, handles=anchors, weights=weights)
+        arguments = (outs, handles, self._exchanges, weights, bias, wire_dtype, grads)
+        checked = check_combine(self.config, *arguments)
 
         def run() -> list[torch.Tensor]:
-            return self._combine(plain_outs, handles, wire_dtype)
+            plain_outs, options = zip(*checked, strict=True)
+            return self._combine(plain_outs, handles, options)
 
-        if not grads:
+        added = [biases(each) for each in bias or [None] * len(checked)]
+        if not grads and not any(autograd.named_in_lists(bias=given) for given in added):
             return run()
-        return autograd.combine(self._verbs, run, outs, handles)
+        each_weights = weights or [None] * len(checked)
+        return autograd.combine(self._verbs, run, outs, handles, each_weights, added)
+
+    def combine_weights(
+        self, topk_weights: Sequence[torch.Tensor], handles: Sequence[Handle]
+    ) -> list[torch.Tensor]:
+        """Bring the weights of a dispatch's `Received`, as they are now, back to their tokens.
+
+        A phase of its own, as `combine`. No gradients flow through it.
+
+        Args:
+            topk_weights: per rank, float32, of the shape of its `Received`'s: (rows, K), 0 where an
+                expert is elsewhere; or (rows,) by expert.
+            handles: as of `combine`.
+
+        Returns:
+            Per rank, (T, K) float32; zero where topk_idx of the dispatch selects nothing.
+
+        Raises:
+            TypeError, ValueError: an argument breaks a rule; nothing has moved then.
+        """
+        rows = check_all_weights(self.config, topk_weights, handles, self._exchanges)
+        return self._combine(rows, [handle.by_token for handle in handles])
 
     def _combine(
         self,
         outs: Sequence[torch.Tensor],
         handles: Sequence[Handle],
-        wire_dtype: torch.dtype | None = None,
+        options: Sequence[Options] | None = None,
     ) -> list[torch.Tensor]:
         # A view of another rank's rows, which that rank's combine overwrites.
         pairs = zip(self._exchanges, outs, strict=True)
         outs = [out.clone() if pe.others_rows(out) else out for pe, out in pairs]
-        triples = zip(self._exchanges, outs, handles, strict=True)
-        wire = {"wire_dtype": wire_dtype}
-        return self._run([combine(pe, out, handle, **wire) for pe, out, handle in triples])
+        options = options or [PLAIN] * len(outs)
+        each = zip(self._exchanges, outs, handles, options, strict=True)
+        return self._run([combine(pe, *arguments) for pe, *arguments in each])
 
     @property
     def _verbs(self) -> autograd.Verbs:
         """What a backward pass runs."""
-        return autograd.Verbs(lambda xs, handles: self.dispatch(xs, handles=handles), self._combine)
+
+        def dispatch(xs: Any, handles: Any) -> list[Received]:
+            zero_padding = handles[0].places is not None
+            return self.dispatch(xs, handles=handles, zero_padding=zero_padding)
+
+        return autograd.Verbs(dispatch, self._combine)
 
     def _run(self, stages: list[Stages]) -> list[Any]:
         """Run all PEs' stages to their end, each when the words that it waits for are there."""

@@ -338,7 +338,7 @@ def test_take(cluster, data):
     assert same_sums(got, want)
 
 
-def run_final(acc, dtype, *, programs=1, block=4096, shift=0):
+def run_final(acc, dtype, *, bias=(), programs=1, block=4096, shift=0):
     """Run `final` on poisoned output of one PE."""
     config = make_config(1, 1, 1)
     memory = Memory(config, shift=shift)
@@ -346,7 +346,7 @@ def run_final(acc, dtype, *, programs=1, block=4096, shift=0):
     memory.start()
     y = pattern(acc.numel() + 16, dtype=dtype)  # with a guard behind it
     combine.final(
-        *(y[: acc.numel()].view(acc.shape), acc, memory.bases, memory.state()),
+        *(y[: acc.numel()].view(acc.shape), acc, bias, memory.bases, memory.state()),
         **{"me": 0, "rows_read_off": memory.off("rows_read"), "shape": config.shape},
         **{"programs": programs, "block": block},
     )
@@ -356,13 +356,26 @@ def run_final(acc, dtype, *, programs=1, block=4096, shift=0):
 
 
 @settings(max_examples=30)
-@given(seeds, st.integers(0, 5), st.integers(1, 9), st.integers(1, 3), st.sampled_from([1, 4, 64]))
-def test_final(_, tokens, hidden, programs, block):
+@given(
+    *(seeds, st.integers(0, 5), st.integers(1, 9), st.integers(1, 3), st.sampled_from([1, 4, 64])),
+    *(st.integers(0, 2), st.data()),
+)
+def test_final(_, tokens, hidden, programs, block, num_biases, data):
     acc = values(tokens, hidden, dtype=torch.float32)
+    kinds = [
+        data.draw(st.tuples(st.sampled_from(DTYPES), st.booleans())) for _ in range(num_biases)
+    ]
+    # Of every token, at odd strides; or one for all.
+    bias = tuple(
+        values(1, hidden, dtype=kind).expand(tokens, -1)
+        if one_for_all
+        else values(hidden, 2 * tokens, dtype=kind)[:, ::2].T
+        for kind, one_for_all in kinds
+    )
     for dtype in DTYPES:
         want = torch.empty(tokens, hidden, dtype=dtype)
-        combine.final_ref(want, acc)
-        got = run_final(acc, dtype, programs=programs, block=block, shift=FAR)
+        combine.final_ref(want, acc, bias)
+        got = run_final(acc, dtype, bias=bias, programs=programs, block=block, shift=FAR)
         assert torch.equal(got.isnan(), want.isnan())
         assert same_bytes(got.nan_to_num(nan=0.5), want.nan_to_num(nan=0.5))
 
@@ -513,7 +526,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
         **{"step": 1, "block_h": 8, **told, **wire, **sizes},
     )
     combine.final(
-        *(y.view(torch.float32), acc, memory.bases, state),
+        *(y.view(torch.float32), acc, (), memory.bases, state),
         **{"me": 0, "rows_read_off": memory.off("rows_read"), "shape": S},
         **{"programs": 1, "block": 8},
     )

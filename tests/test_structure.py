@@ -69,6 +69,7 @@ KERNEL_LAYERS = [
     "pack",
     "unpack",
     "reduce",
+    "group",
     "combine",
 ]
 

@@ -8,6 +8,8 @@ the same or a later stage of any PE, and no program waits for another program of
 order of ready PEs comes to an end.
 """
 
+from railwave.exchange.combine import PLAIN as PLAIN
+from railwave.exchange.combine import Options as Options
 from railwave.exchange.combine import combine as combine
 from railwave.exchange.dispatch import dispatch as dispatch
 from railwave.exchange.pe import CallsDiffer as CallsDiffer
@@ -20,10 +22,12 @@ from railwave.exchange.pe import Waits as Waits
 from railwave.exchange.refuse import refuse as refuse
 
 __all__ = [
+    "PLAIN",
     "CallsDiffer",
     "Exchange",
     "Failure",
     "Observer",
+    "Options",
     "Stages",
     "Wait",
     "Waits",

@@ -1,6 +1,6 @@
 """Combine: the results of a token's rows back to its owner, summed.
 
-copy in -> own, reduce -> (put, reduce, give back, take) a round -> final
+(gather) -> copy in -> own, reduce -> (put, reduce, give back, take) a round -> final
 """
 
 from __future__ import annotations
@@ -31,12 +31,24 @@ class _Sums:
     sum_words: int  # 32-bit words from one sum to the next, on the wire
 
 
+@dataclass(frozen=True)
+class Options:
+    """What else a combine of one PE may do; the others need not do it."""
+
+    weights: torch.Tensor | None = None  # (rows,) float32, that rows are multiplied by first
+    bias: tuple[torch.Tensor, ...] = ()  # up to two (T, H), any strides, added in turn at the end
+    wire_dtype: torch.dtype | None = None  # between nodes, the same on all PEs; None: that of out
+
+
+PLAIN = Options()
+
+
 def combine(
     pe: Exchange,
     out: torch.Tensor,
     handle: Handle,
+    options: Options = PLAIN,
     *,
-    wire_dtype: torch.dtype | None = None,
     status: int = 0,
 ) -> Stages:
     """Run one PE's combine; the generator's value is (T, H).
@@ -48,12 +60,15 @@ def combine(
     pe.path = handle.path
     rounds = pe.config.rounds(handle.path)
     acc = torch.empty(handle.num_tokens, out.shape[1], dtype=torch.float32, device=pe.device)
-    words, wire = as_words(out), wire_dtype or out.dtype
+    words, wire = as_words(out), options.wire_dtype or out.dtype
     row_words = max(handle.row_words, padded(words.shape[1]))
     sum_words = padded(-(-out.shape[1] * wire.itemsize // 4))
     sums = _Sums(pe, handle, acc, out.dtype, wire, row_words, sum_words)
     compares = pe.compare_calls and not pe.device_decides(handle.static_shapes)
-    _copy_in(sums, words, rounds, status=status if compares else None)
+    there = handle.places is not None or options.weights is not None
+    if there:
+        _gather(sums, words, options.weights)
+    _copy_in(sums, words, rounds, there=there, status=status if compares else None)
     if compares:
         yield from pe.hear_status()
     yield pe.all_wait("rows_in", 1)
@@ -83,15 +98,41 @@ def combine(
         for i in range(this.num_peers):
             _take(sums, this, i, last=after is None and i == this.num_peers - 1)
     yield pe.all_wait("rows_read", 1)
-    return _final(sums)
+    return _final(sums, tuple(b.clone() if pe.in_rows(b) else b for b in options.bias))
 
 
-def _copy_in(sums: _Sums, words: torch.Tensor, rounds: list[Round], *, status: int | None) -> None:
+def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Sum the results of a token's experts here, or weigh its one, where rows are read."""
+    pe, handle = sums.pe, sums.handle
+    args = {**pe.tiles(), "block_h": pe.config.tiles.block_h}
+    del args["shape"]
+    pe.kernels.group.gather(
+        *(pe.heap.bases, words.clone() if pe.in_rows(words) else words, weights),
+        *(handle.places, handle.received),
+        me=pe.pe,
+        rows_off=pe.heap.layout["rows"],
+        row_words=sums.row_words,
+        most_rows=min(handle.max_rows, len(words)) if handle.places is None else handle.max_rows,
+        hidden=sums.acc.shape[1],
+        dtype=sums.dtype,
+        **args,
+    )
+
+
+def _copy_in(
+    sums: _Sums,
+    words: torch.Tensor,
+    rounds: list[Round],
+    *,
+    there: bool,
+    status: int | None,
+) -> None:
+    """Begin the phase; copy the results to where rows are read, unless they are there."""
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     tiles = pe.config.tiles
     rows = pe.rows(pe.config.max_recv_rows, 4, torch.int32, row_words=sums.row_words)
-    in_place = words.data_ptr() == rows.data_ptr() and words.stride(0) == rows.stride(0)
-    if not in_place and pe.in_rows(words):
+    there |= words.data_ptr() == rows.data_ptr() and words.stride(0) == rows.stride(0)
+    if not there and pe.in_rows(words):
         words = words.clone()  # another part of the view: rows would be copied over one another
     pe.kernels.reduce.copy_in(
         *(pe.heap.bases, pe.state, words, handle.received, handle.out_load, pe.rail_mates),
@@ -100,7 +141,7 @@ def _copy_in(sums: _Sums, words: torch.Tensor, rounds: list[Round], *, status: i
         rows_in_off=layout["rows_in"],
         grant_off=layout["grant"],
         row_words=sums.row_words,
-        most_rows=0 if in_place else len(words),
+        most_rows=0 if there else len(words),
         grant_waves=rounds[0].num_peers if rounds else 0,
         status=status,
         **pe.notify_args(),
@@ -182,11 +223,11 @@ def _take(sums: _Sums, this: Round, peer: int, *, last: bool) -> None:
     )
 
 
-def _final(sums: _Sums) -> torch.Tensor:
+def _final(sums: _Sums, bias: tuple[torch.Tensor, ...]) -> torch.Tensor:
     pe, tiles = sums.pe, sums.pe.config.tiles
     y = torch.empty(sums.acc.shape, dtype=sums.dtype, device=pe.device)
     pe.kernels.combine.final(
-        *(y, sums.acc, pe.heap.bases, pe.state),
+        *(y, sums.acc, bias, pe.heap.bases, pe.state),
         me=pe.pe,
         rows_read_off=pe.heap.layout["rows_read"],
         shape=pe.config.shape,

@@ -168,6 +168,7 @@ def _match(
         path=call.path,
         num_tokens=call.x.shape[0],
         num_rows=num_rows,
+        max_rows=num_rows,
         row_words=call.fmt.META,
         received=plan.received,
         record_token=record_token,
@@ -266,6 +267,8 @@ class Moves:
 
 def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
     """Hand out the rows that came, once the node has delivered them."""
+    if call.alignment:
+        return _by_expert(pe, call, handle)
     layout, fmt, rows, tiles = pe.heap.layout, call.fmt, handle.num_rows, pe.config.tiles
     words = pe.empty(0 if call.view else rows, fmt.X_WORDS)
     if call.again:
@@ -286,16 +289,72 @@ def finish(pe: Exchange, call: Call, handle: Handle) -> Received:
         block_w=tiles.block_w(tiles.block_m),
         **pe.tiles(),
     )
-    x, *extras = _parts(pe, call, words, rows)
-    num_experts = pe.config.experts_per_rank[pe.pe]
+    return _received(pe, call, handle, words)
+
+
+def _by_expert(pe: Exchange, call: Call, handle: Handle) -> Received:
+    """Hand out a row for each (token, local expert), once the node has delivered."""
+    group, layout, fmt, tiles = pe.kernels.group, pe.heap.layout, call.fmt, pe.config.tiles
+    where = {"me": pe.pe, "rows_off": layout["rows"], "delivered_off": layout["delivered"]}
+    where |= {"alignment": call.alignment, "fmt": fmt, **pe.tiles()}
+    if not call.again:
+        handle = _place(pe, call, handle, where)
+    words = pe.empty(handle.num_rows, fmt.X_WORDS)
+    group.spread(
+        *(words, pe.heap.bases, pe.state, handle.received),
+        *(handle.places, handle.counts, handle.offsets),
+        zero_padding=call.zero_padding,
+        block_w=tiles.block_w(tiles.block_m),
+        **where,
+    )
+    return _received(pe, call, handle, words)
+
+
+def _place(pe: Exchange, call: Call, handle: Handle, where: dict[str, Any]) -> Handle:
+    """Give each expert of the rows that came a row of its own."""
+    K, num_experts = call.fmt.K, pe.config.experts_per_rank[pe.pe]
+    most = pe.config.most_rows_by_expert(pe.pe, handle.max_rows, K, call.alignment)
+    ids = torch.full((most,), -1, dtype=call.topk_idx.dtype, device=pe.device)
+    weights = torch.zeros(most, dtype=torch.float32, device=pe.device)
+    places, sizes = pe.empty(handle.max_rows, K), (len(handle.received),)
+    counts, offsets = pe.empty(*sizes), pe.empty(*sizes)
+    pe.kernels.group.place(
+        *(places, ids, weights, counts, offsets, pe.heap.bases, pe.state, handle.received),
+        *(pe.expert_rank, pe.expert_pos, pe.expert_start),
+        **where,
+    )
+    host_counts = None
+    if not call.static_shapes:
+        most, *of_experts = counts.tolist()
+        host_counts = tuple(of_experts[:num_experts])
+    return replace(
+        handle,
+        num_rows=most,
+        topk_idx=ids[:most],
+        topk_weights=weights[:most],
+        counts=counts,
+        places=places,
+        offsets=offsets,
+        alignment=call.alignment,
+        host_counts=host_counts,
+    )
+
+
+def _received(pe: Exchange, call: Call, handle: Handle, words: torch.Tensor) -> Received:
+    """Return what a caller gets of the rows that are in `words`, or where they arrived."""
+    x, *extras = _parts(pe, call, words, handle.num_rows)
+    experts = slice(1, 1 + pe.config.experts_per_rank[pe.pe])
+    assert handle.counts is not None
     return Received(
         x=x,
-        topk_idx=topk_idx,
-        topk_weights=weights,
-        num_rows=counts[0],
-        num_tokens_per_expert=counts[1 : 1 + num_experts],
+        topk_idx=handle.topk_idx,
+        topk_weights=handle.topk_weights,
+        num_rows=handle.counts[0],
+        num_tokens_per_expert=handle.counts[experts],
         handle=handle,
         extras=tuple(extras),
+        expert_offsets=None if handle.offsets is None else handle.offsets[: experts.stop],
+        rows_per_expert=handle.host_counts,
     )
 
 

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 OPS = (
     *("notify", "verdict", "count", "describe", "quota", "match"),
-    *("pack", "wire", "unpack", "reduce", "combine"),
+    *("pack", "wire", "unpack", "reduce", "group", "combine"),
 )
 
 _INTERPRETED = f"{__name__}.interpreted"

@@ -2,7 +2,7 @@
 
 With p(x) the sum of a token's rows on node x, from `reduce`, and s the owner's node:
 
-    y = round(p(s) + p(s - 1) + p(s - 2) + ...)        added in this order, in fp32
+    y = round(p(s) + p(s - 1) + p(s - 2) + ... + bias) added in this order, in fp32
 
 In wave k node x returns to node x + k, so the order is that of the waves. It ignores who proxies:
 all paths agree bit for bit.
@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import i64, iota, jit
+from .lang import helper, i64, iota, jit
 from .nvshmem import libraries, quiet
 from .reduce import DTYPES, load_f32, round_ref, rounded
 from .shape import Shape, pow2
@@ -135,26 +135,51 @@ def _take_kernel(
             tell_node(bases_ptr, state_ptr, me, rows_read_off, mark(state_ptr, 1, S), S)
 
 
+@helper
+def load_bias(ptrs, mask, DTYPE: tl.constexpr):
+    """Load elements as float32; bfloat16 from int16 bits."""
+    if DTYPE == tl.bfloat16:
+        bits = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
 @jit
 def _final_kernel(
     y_ptr,
     acc_ptr,
+    bias_ptr,
+    stride_bias_t,
+    stride_bias_h,
+    bias2_ptr,
+    stride_bias2_t,
+    stride_bias2_h,
     bases_ptr,
     state_ptr,
     me,
     rows_read_off,
     num_elements,
     S: tl.constexpr,
+    H: tl.constexpr,
     DTYPE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round acc to y once the whole node has read this PE's rows."""
+    """Add the biases to acc and round it to y once the whole node has read this PE's rows."""
     value: int = mark(state_ptr, 1, S)
     ok: int = wait_node(bases_ptr, state_ptr, i64(me), rows_read_off, value, ROWS_READ, S)
     n: int = i64(num_elements) * ok
     for i in range(i64(tl.program_id(0)) * BLOCK, n, i64(tl.num_programs(0)) * BLOCK):
         offs = i + iota(BLOCK)
         total = tl.load(acc_ptr + offs, mask=offs < n, other=0.0)
+        if BIAS is not None:
+            at = offs // H * i64(stride_bias_t) + offs % H * i64(stride_bias_h)
+            total += load_bias(bias_ptr + at, offs < n, BIAS)
+        if BIAS2 is not None:
+            at = offs // H * i64(stride_bias2_t) + offs % H * i64(stride_bias2_h)
+            total += load_bias(bias2_ptr + at, offs < n, BIAS2)
         tl.store(y_ptr + offs, rounded(total, DTYPE), mask=offs < n)
 
 
@@ -246,6 +271,7 @@ def take(
 def final(
     y: torch.Tensor,
     acc: torch.Tensor,
+    bias: tuple[torch.Tensor, ...],
     bases: torch.Tensor,
     state: torch.Tensor,
     *,
@@ -255,18 +281,29 @@ def final(
     programs: int,
     block: int,
 ) -> None:
-    """Wait until the node has read this PE's rows; round acc to y.
+    """Wait until the node has read this PE's rows; add the biases and round acc to y.
 
     Args:
         y: out, (T, H) contiguous; acc: (T, H) float32.
+        bias: none, one or two (T, H), float32, bfloat16 or float16, any strides; added in turn.
     """
-    bits = y.view(torch.int16) if y.dtype == torch.bfloat16 else y
+    given = [*bias, acc, acc][:2]  # acc where there is none, which is not read then
+    dtypes = [*(DTYPES[each.dtype] for each in bias), None, None]
+    strided = [(_bits(each), *each.stride()) for each in given]
     _final_kernel[(programs,)](
-        *(bits, acc, bases, state, me, rows_read_off, y.numel()),
+        *(_bits(y), acc, *strided[0], *strided[1], bases, state, me, rows_read_off, y.numel()),
         S=shape,
+        H=y.shape[1],
         DTYPE=DTYPES[y.dtype],
+        BIAS=dtypes[0],
+        BIAS2=dtypes[1],
         BLOCK=min(block, pow2(shape.T * y.shape[1])),
     )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as kernels load and store it: bfloat16 as int16."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def take_ref(
@@ -294,6 +331,9 @@ def take_ref(
             acc[int(record_token[d, i])] += recv[int(proxy[d, i])][place].float()
 
 
-def final_ref(y: torch.Tensor, acc: torch.Tensor) -> None:
+def final_ref(y: torch.Tensor, acc: torch.Tensor, bias: tuple[torch.Tensor, ...] = ()) -> None:
     """Do what `final` does."""
-    y[:] = round_ref(acc, y.dtype)
+    total = acc
+    for each in bias:
+        total = total + each.float()
+    y[:] = round_ref(total, y.dtype)

@@ -34,14 +34,14 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @helper
-def load_f32(address, offs, mask, DTYPE: tl.constexpr):
-    """Load elements `offs` after int64 addresses, of 16 bytes' alignment, as float32, exactly."""
+def load_f32(address, offs, mask, DTYPE: tl.constexpr, ALIGN: tl.constexpr = 16):
+    """Load elements `offs` after int64 addresses, multiples of ALIGN bytes, as float32, exactly."""
     if DTYPE == tl.bfloat16:
-        ptrs = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), [16, 16]) + offs
+        ptrs = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), [ALIGN, ALIGN]) + offs
         bits = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
         return (bits << 16).to(tl.float32, bitcast=True)
     else:
-        ptrs = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), [16, 16]) + offs
+        ptrs = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), [ALIGN, ALIGN]) + offs
         return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 

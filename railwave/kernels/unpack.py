@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import clamp, column, i64, iota, jit, tile_max
+from .lang import clamp, column, helper, i64, iota, jit, tile_max
 from .nvshmem import libraries, quiet
 from .shape import Format, Shape, pow2
 from .wire import (
@@ -128,6 +128,19 @@ def _unpack_kernel(
             tell_node(bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), S)
 
 
+@helper
+def local_experts(
+    src_ptrs, mask_i, expert_rank_ptr, expert_pos_ptr, expert_start_ptr, me, F: tl.constexpr
+):
+    """Load the experts of rows as their numbers on rank `me`: (rows, K_P) int64, -1 elsewhere."""
+    k = iota(F.K_P)[None, :]
+    mask = mask_i[:, None] & (k < F.K)
+    ids = tl.load(src_ptrs[:, None] + F.IDS + k, mask=mask, other=-1).to(tl.int64)
+    rank = tl.load(expert_rank_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
+    pos = tl.load(expert_pos_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
+    return tl.where(rank == me, pos - i64(tl.load(expert_start_ptr + me)), -1)
+
+
 @jit
 def _finish_kernel(
     words_ptr,
@@ -182,14 +195,12 @@ def _finish_kernel(
             k = iota(F.K_P)
             mask = mask_i[:, None] & (k < F.K)[None, :]
             offs = (offs_i * F.K)[:, None] + k[None, :]
-            ids = tl.load(src_ptrs[:, None] + F.IDS + k[None, :], mask=mask, other=-1).to(tl.int64)
-            rank = tl.load(expert_rank_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
-            pos = tl.load(expert_pos_ptr + ids, mask=ids >= 0, other=-1).to(tl.int64)
-            here = rank == me
-            pos = tl.where(here, pos - i64(tl.load(expert_start_ptr + me)), -1)
-            tl.store(topk_idx_ptr + offs, pos, mask=mask)
+            local = local_experts(
+                *(src_ptrs, mask_i, expert_rank_ptr, expert_pos_ptr, expert_start_ptr, me, F)
+            )
+            tl.store(topk_idx_ptr + offs, local, mask=mask)
             bits = tl.load(src_ptrs[:, None] + F.WEIGHTS + k[None, :], mask=mask, other=0)
-            weights = tl.where(here, bits, 0).to(tl.float32, bitcast=True)
+            weights = tl.where(local >= 0, bits, 0).to(tl.float32, bitcast=True)
             tl.store(weights_ptr + offs, weights, mask=mask)
 
 

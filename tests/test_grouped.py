@@ -1,0 +1,438 @@
+"""Rows by expert, weights, biases; and every combination of what a call may ask for.
+
+Letters: N nodes, G GPUs a node, W ranks, E experts, K top-k, T tokens, H hidden.
+"""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import railwave
+from heaps import (
+    DEVICE,
+    KERNELS,
+    LEAST,
+    Memory,
+    make_config,
+    mark,
+    pattern,
+    same_bytes,
+    seeds,
+)
+from processes import run_all
+from railwave.config import PATHS
+from railwave.kernels.shape import make_format
+from railwave.reference import combine_ref, gather_ref, group_ref
+from test_processes import init
+from worlds import bits_equal, bytes_equal, make_batch, make_outs, make_world, random_values
+
+FP8 = torch.float8_e4m3fn
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+group = KERNELS.group
+
+
+def check_grouped(received, wanted, *, static=False):
+    """Check one rank's rows by expert against `group_ref`'s."""
+    n = wanted.offsets[-1]
+    assert bytes_equal(received.x[:n], wanted.x)
+    assert received.topk_idx[:n].tolist() == wanted.topk_idx.tolist()
+    assert torch.equal(received.topk_weights[:n].cpu(), wanted.topk_weights)
+    assert (received.topk_idx[n:] == -1).all() and (received.topk_weights[n:] == 0).all()
+    assert received.num_rows.item() == n
+    assert received.num_tokens_per_expert.tolist() == wanted.rows_per_expert
+    assert received.expert_offsets.tolist() == wanted.offsets
+    assert received.rows_per_expert == (None if static else tuple(wanted.rows_per_expert))
+    assert len(received.x) == n or static
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, FP8])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_combination_gives_the_bits_of_the_reference(dtype, path):
+    """Rows a token or by expert, repeated or not, static or not: dispatch, and combine back."""
+    N, G = 3, 2
+    hidden = 6
+    world = make_world(N, G, G, hidden=40, dtype=torch.uint8, staging_records=2)
+    batch = make_batch(world, [3, 0, 4, 2, 4, 1], hidden=hidden, dtype=dtype)
+    fp8 = dtype == FP8
+    extras = [[torch.rand(t, 2, device=DEVICE)] for t in batch.num_tokens] if fp8 else None
+    more = {"extras": extras} if fp8 else {}
+    scales = make_batch(world, batch.num_tokens, hidden=2, dtype=torch.float32)
+    scales = (
+        type(batch)(world, [e[0].cpu() for e in extras], *batch_routing(batch)) if fp8 else None
+    )
+    for alignment, again, static in product([None, 1, 4], [False, True], [False, True]):
+        case = f"alignment {alignment}, again {again}, static {static}"
+        form = {"path": path, "static_shapes": static, "expert_alignment": alignment}
+        received = world.dispatch(*batch.arguments, **form, **more, zero_padding=bool(alignment))
+        if again:
+            form = {"handles": [r.handle for r in received], "zero_padding": bool(alignment)}
+            received = world.dispatch(batch.arguments[0], **form, **more)
+        grouped = [group_ref(rows, alignment or 1) for rows in batch.expected]
+        outs, rows, weights = [], [], [] if alignment else None
+        for rank, got in enumerate(received):
+            wanted = batch.expected[rank]
+            n = grouped[rank].offsets[-1] if alignment else len(wanted.x)
+            if alignment:
+                check_grouped(got, grouped[rank], static=static)
+                weights.append(got.topk_weights)
+            else:
+                assert bytes_equal(got.x[:n], wanted.x), case
+                assert got.topk_idx[:n].tolist() == wanted.topk_idx.tolist()
+            if fp8:
+                scale = scales.expected[rank]
+                scale = group_ref(scale, alignment) if alignment else scale
+                assert bytes_equal(got.extras[0][:n], scale.x), case
+            kind = torch.bfloat16 if fp8 else dtype
+            out = random_values(len(got.x), hidden, kind)
+            outs.append(out.to(DEVICE))
+            dense = [[i] for i in range(n)]
+            of_row = grouped[rank].topk_weights if alignment else None
+            rows.append(gather_ref(out, of_row, grouped[rank].places if alignment else dense))
+        ys = world.combine(outs, [r.handle for r in received], weights=weights)
+        wanted = combine_ref(world.config.topo, rows, batch.expected, batch.num_tokens)
+        for y, want in zip(ys, wanted, strict=True):
+            assert bits_equal(y, want), case
+
+
+def batch_routing(batch):
+    return batch.topk_idxs, batch.topk_weights
+
+
+@settings(max_examples=15)
+@given(
+    *(seeds, st.integers(1, 2), st.integers(1, 2), st.sampled_from(DTYPES), st.integers(0, 2)),
+    *(st.booleans(), st.booleans(), st.data()),
+)
+def test_weights_and_biases(_, N, G, dtype, num_biases, by_expert, weighed, data):
+    world = make_world(N, G, G, dtype=torch.float32)
+    batch = make_batch(world, [i % 4 for i in range(N * G)], dtype=dtype)
+    alignment = data.draw(st.integers(1, 5)) if by_expert else None
+    received = world.dispatch(*batch.arguments, expert_alignment=alignment)
+    outs = [random_values(len(r.x), 5, dtype) for r in received]
+    weights = [torch.randn(len(out)) for out in outs] if weighed else None
+    bias = [
+        [random_values(t, 5, data.draw(st.sampled_from(DTYPES))) for _ in range(num_biases)]
+        for t in batch.num_tokens
+    ]
+    if num_biases == 1:
+        bias = [[each[0][0] if len(each[0]) else each[0]] for each in bias]
+    given_bias = [
+        [b.to(DEVICE) for b in each] if len(each) != 1 else each[0].to(DEVICE) for each in bias
+    ]
+    ys = world.combine(
+        *([out.to(DEVICE) for out in outs], [r.handle for r in received]),
+        weights=[w.to(DEVICE) for w in weights] if weighed else None,
+        bias=given_bias if num_biases else None,
+    )
+    if by_expert:
+        places = [group_ref(rows, alignment).places for rows in batch.expected]
+    else:
+        places = [[[i] for i in range(len(out))] for out in outs]
+    each = zip(outs, weights or [None] * len(outs), places, strict=True)
+    rows = [gather_ref(*of_rank) if by_expert or weighed else of_rank[0] for of_rank in each]
+    sizes = batch.expected, batch.num_tokens
+    wanted = combine_ref(world.config.topo, rows, *sizes, bias=bias)
+    assert all(bits_equal(y, want) for y, want in zip(ys, wanted, strict=True))
+
+
+@settings(max_examples=10)
+@given(seeds, st.integers(1, 3), st.integers(1, 2), st.sampled_from([None, 1, 3]), st.booleans())
+def test_weights_come_back_to_their_tokens(_, N, G, alignment, static):
+    """As they arrived; of an expert that a token names twice, by expert, the sum at both."""
+    world = make_world(N, G, G, hidden=1, dtype=torch.uint8)
+    batch = make_batch(world, 3)
+    form = {"expert_alignment": alignment, "static_shapes": static}
+    received = world.dispatch(*batch.arguments, **form)
+    handles = [r.handle for r in received]
+    if not static:
+        back = world.combine_weights([r.topk_weights for r in received], handles)
+    else:  # what rows beyond those that came hold does not matter
+        spoilt = [r.topk_weights.clone() for r in received]
+        for weights, r in zip(spoilt, received, strict=True):
+            weights[int(r.num_rows) :] = torch.nan
+        back = world.combine_weights(spoilt, handles)
+    for got, ids, weights in zip(back, batch.topk_idxs, batch.topk_weights, strict=True):
+        want = torch.where(ids >= 0, weights, 0)
+        if alignment:
+            same = ids[:, :, None] == ids[:, None, :]
+            want = torch.where(ids >= 0, (same * want[:, None, :]).sum(dim=2), 0)
+        assert torch.allclose(got.cpu(), want, rtol=1e-6, atol=0)
+
+
+def moe(grouped, x, ids, weights, expert_weights, world, alignment, static):
+    """One layer's loss of all ranks, by rows a token or by expert."""
+    form = {"expert_alignment": alignment, "static_shapes": static}
+    received = world.dispatch(x, ids, weights, **form)
+    outs = []
+    for rank, r in enumerate(received):
+        first = sum(world.config.experts_per_rank[:rank])
+        if alignment:
+            experts = expert_weights[first + r.topk_idx.clamp(min=0)]
+            outs.append(torch.tanh((r.x[:, None] @ experts)[:, 0]))
+        else:
+            experts = expert_weights[first + r.topk_idx.clamp(min=0)]
+            each = torch.tanh((r.x[:, None, None] @ experts)[:, :, 0])
+            outs.append((each * r.topk_weights[:, :, None]).sum(dim=1))
+    handles = [r.handle for r in received]
+    given_weights = [r.topk_weights for r in received] if alignment else None
+    bias = [grouped["shared"], None] + [[grouped["shared"], x_] for x_ in x[2:]]
+    return world.combine(outs, handles, weights=given_weights, bias=bias)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_gradients_by_expert_are_those_of_a_dense_model(alignment, static):
+    """Of tokens, weights (applied in combine), experts and biases, and -1 and repeats among ids."""
+    world = make_world(2, 2, 2, hidden=8, dtype=torch.float32)
+    batch = make_batch(world, [4, 0, 3, 2], hidden=8)
+    xs = [torch.randn(t, 8, device=DEVICE) for t in batch.num_tokens]
+    ids, weights = batch.arguments[1:]
+    experts = torch.randn(8, 8, 8, device=DEVICE) / 3
+    shared = torch.randn(8, device=DEVICE)
+    leaves = [*xs, *weights, experts, shared]
+    grads = []
+    for dense in (False, True):
+        for leaf in leaves:
+            leaf.grad = None
+            leaf.requires_grad_()
+        if dense:
+            ys = []
+            for rank, (x, i, w) in enumerate(zip(xs, ids, weights, strict=True)):
+                each = torch.tanh((x[:, None, None] @ experts[i.clamp(min=0)])[:, :, 0])
+                y = (each * torch.where(i >= 0, w, 0)[:, :, None]).sum(dim=1)
+                ys.append(y + (0 if rank == 1 else shared) + (x if rank >= 2 else 0))
+        else:
+            ys = moe({"shared": shared}, xs, ids, weights, experts, world, alignment, static)
+        sum((y * torch.arange(1, 9, device=DEVICE)).sum() for y in ys).backward()
+        grads.append([leaf.grad.clone() for leaf in leaves])
+    for got, want in zip(*grads, strict=True):
+        assert torch.allclose(
+            got, want, rtol=0, atol=1e-5 * want.abs().max().item() if len(want) else 0
+        )
+
+
+@pytest.mark.parametrize(
+    "form, error, said",
+    [
+        ({"expert_alignment": 0}, ValueError, "expert_alignment must be from 1 to 65536 rows, got"),
+        ({"expert_alignment": True}, TypeError, "expert_alignment must be an int or None, got Tru"),
+        ({"zero_padding": True}, ValueError, "zero_padding must be False without expert_alignment"),
+        ({"zero_padding": 1}, TypeError, "zero_padding must be True or False, got 1"),
+        (
+            {"expert_alignment": 4, "out": "view"},
+            ValueError,
+            "out must be 'copy' with expert_align",
+        ),
+    ],
+)
+def test_wrong_grouping_is_refused(form, error, said):
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    with pytest.raises(error, match=re.escape(said)):
+        world.dispatch(*batch.arguments, **form)
+    received = world.dispatch(*batch.arguments)
+    with pytest.raises(ValueError, match="expert_alignment must be left out, or the handle's None"):
+        world.dispatch(batch.arguments[0], handles=[r.handle for r in received], expert_alignment=2)
+
+
+@pytest.mark.parametrize(
+    "form, error, said",
+    [
+        ({"weights": [1, 2]}, TypeError, "weights[0] must be a tensor, got int"),
+        ({"weights": [torch.ones(1, 1)] * 2}, ValueError, "weights[0] must have 1 dimension, got"),
+        ({"weights": [torch.ones(99)] * 2}, ValueError, "weights[0] must have one for each of the"),
+        ({"weights": [torch.ones(2).half()] * 2}, TypeError, "weights[0] must be float32, got"),
+        ({"weights": torch.ones(2)}, TypeError, "weights must be a list over ranks, got Tensor"),
+        ({"bias": [torch.ones(3)] * 2}, ValueError, "bias[0] must have shape (2, 8) or (8,), got"),
+        ({"bias": [torch.ones(8).int()] * 2}, TypeError, "bias[0] must be float32, bfloat16 or"),
+        ({"bias": [[torch.ones(8)] * 3] * 2}, ValueError, "bias[0] must be one tensor or two, got"),
+        ({"bias": [None, "x"]}, TypeError, "bias[1] must be a tensor, got str"),
+        ({"bias": [None]}, ValueError, "bias must have one entry per rank (2), got 1"),
+    ],
+)
+def test_wrong_weights_and_biases_are_refused(form, error, said):
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    received = world.dispatch(*batch.arguments)
+    outs, handles = make_outs(batch), [r.handle for r in received]
+    outs = [out.to(DEVICE) for out in outs]
+    there = {
+        name: [v.to(DEVICE) if isinstance(v, torch.Tensor) else v for v in value]
+        if isinstance(value, list) and not isinstance(value[0], list)
+        else [[b.to(DEVICE) for b in each] for each in value]
+        if isinstance(value, list)
+        else value.to(DEVICE)
+        for name, value in form.items()
+    }
+    with pytest.raises(error, match=re.escape(said)):
+        world.combine(outs, handles, **there)
+    world.combine(outs, handles)
+
+
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        (lambda w: w.double(), TypeError, "topk_weights[0] must be float32, got"),
+        (
+            lambda w: w[:1],
+            ValueError,
+            "topk_weights[0] must have the shape of the weights received",
+        ),
+        (lambda w: w.clone().requires_grad_(), ValueError, "topk_weights[0] must not require"),
+        (lambda w: None, TypeError, "topk_weights[0] must be a tensor, got NoneType"),
+    ],
+)
+def test_wrong_weights_to_bring_back_are_refused(change, error, said):
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 3, topk=torch.zeros(3, 2))
+    received = world.dispatch(*batch.arguments)
+    handles = [r.handle for r in received]
+    with pytest.raises(error, match=re.escape(said)):
+        world.combine_weights([change(r.topk_weights) for r in received], handles)
+
+
+@st.composite
+def arrived(draw):
+    """Draw a PE's rows as they arrived, and tiles."""
+    draw(seeds)
+    nodes, gpus, K = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    sizes = {"max_tokens_per_rank": 4, "top_k": K, "hidden": 16, "dtype": torch.float32}
+    config = make_config(nodes, gpus, gpus, **sizes)
+    memory, S = Memory(config), config.shape
+    fmt = make_format(draw(st.sampled_from([4, 12, 16, 40])), K, gpus)
+    me = draw(st.integers(0, nodes * gpus - 1))
+    num_rows = draw(st.integers(0, config.max_rows))
+    rows = memory.view(me, "rows", config.max_rows, fmt.META)
+    rows[:] = torch.randint(-(2**31), 2**31, rows.shape).int()
+    rows[:, fmt.IDS :][:, :K] = torch.randint(-1, S.E, (len(rows), K)).int()
+    rows[:, fmt.WEIGHTS :][:, :K] = torch.rand(len(rows), K).view(torch.int32)
+    memory.words(me, "delivered")[:] = mark(config, 1)
+    memory.start()
+    received = torch.tensor([num_rows, *[0] * S.RANK_EXPERTS]).int()
+    programs, block_m = draw(st.integers(1, 3)), draw(st.sampled_from([LEAST, 2, 4]))
+    sizes = {"programs": programs, "block_m": block_m, "shape": S, "fmt": fmt, "me": me}
+    sizes |= {"rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")}
+    sizes |= {"alignment": draw(st.integers(1, 5))}
+    return config, memory, rows[:num_rows], received, sizes
+
+
+def tables(config, num_rows, sizes):
+    """Make the tables that `place` writes, poisoned, with guards behind what it may write."""
+    S, K = config.shape, sizes["fmt"].K
+    most = config.most_rows_by_expert(sizes["me"], num_rows, K, sizes["alignment"])
+    return (
+        pattern(num_rows, K),
+        pattern(most, dtype=torch.int64),
+        pattern(most, dtype=torch.float32),
+        pattern(1 + S.RANK_EXPERTS),
+        pattern(1 + S.RANK_EXPERTS),
+    )
+
+
+@settings(max_examples=40)
+@given(arrived(), st.booleans(), st.integers(1, 3), st.data())
+def test_place_and_spread(case, zero_padding, extra, data):
+    config, memory, rows, received, sizes = case
+    of = config.tables
+    experts = (of.expert_rank, of.expert_pos, of.expert_start)
+    got, want = (tables(config, len(rows), sizes) for _ in range(2))
+    group.place(*got, memory.bases, memory.state(), received, *experts, **sizes)
+    ref = {name: sizes[name] for name in ("me", "alignment", "shape", "fmt")}
+    group.place_ref(*want, rows, *experts, **ref)
+    for a, b in zip(got, want, strict=True):
+        assert same_bytes(a, b)
+    places, _, _, counts, offsets = got
+    fmt = sizes["fmt"]
+    words, wanted = (pattern(int(counts[0]) + extra, fmt.X_WORDS) for _ in range(2))
+    spread = {"zero_padding": zero_padding, "block_w": data.draw(st.sampled_from([LEAST, 8]))}
+    group.spread(
+        *(words, memory.bases, memory.state(), received, places, counts, offsets),
+        **{**sizes, **spread},
+    )
+    group.spread_ref(wanted, rows, places, counts, offsets, zero_padding=zero_padding, fmt=fmt)
+    memory.check()
+    assert same_bytes(words, wanted)
+
+
+def test_place_example():
+    """Alignment 2; rows with experts [1, 0] and [1, -1] take places [2, 0] and [3, -1]."""
+    config = make_config(1, 1, 1, max_tokens_per_rank=2, top_k=2)
+    memory, fmt, tables_ = Memory(config), make_format(4, 2, 1), config.tables
+    rows = memory.view(0, "rows", 2, fmt.META)
+    rows[:, fmt.IDS :][:, :2] = torch.tensor([[1, 0], [1, -1]])
+    memory.words(0, "delivered")[:] = mark(config, 1)
+    memory.start()
+    sizes = {"me": 0, "alignment": 2, "shape": config.shape, "fmt": fmt, "programs": 2}
+    got = tables(config, 2, sizes)
+    group.place(
+        *(*got, memory.bases, memory.state(), torch.tensor([2, 0, 0]).int()),
+        *(tables_.expert_rank, tables_.expert_pos, tables_.expert_start),
+        **{"rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")},
+        **{**sizes, "block_m": 2},
+    )
+    assert got[0].tolist() == [[2, 0], [3, -1]]
+    assert got[1].tolist()[0] == 0 and got[1].tolist()[2:4] == [1, 1]
+    assert got[3].tolist()[:3] == [4, 1, 2] and got[4].tolist()[:3] == [0, 2, 4]
+
+
+@settings(max_examples=40)
+@given(
+    *(seeds, st.sampled_from(DTYPES), st.integers(1, 9), st.integers(0, 5), st.integers(1, 3)),
+    *(st.booleans(), st.booleans(), st.sampled_from([0, 4, 8]), st.data()),
+)
+def test_gather(_, dtype, hidden, num_rows, programs, placed, weighed, gap, data):
+    """Results at any stride of whole words; some rows have no place, some several."""
+    config = make_config(1, 1, 1, max_tokens_per_rank=8, hidden=64, dtype=torch.float32)
+    memory, K = Memory(config), data.draw(st.integers(1, 3)) if placed else 1
+    num_places = max(1, 2 * num_rows)
+    words = -(-hidden * dtype.itemsize // 4)
+    store = torch.zeros(num_places, words + gap).int()[:, :words]
+    out = store.view(dtype)[:, :hidden]
+    out[:] = random_values(num_places, hidden, dtype).to(DEVICE)
+    weights = torch.randn(num_places) if weighed else None
+    places = torch.randint(-3, num_places, (num_rows, K)).int() if placed else None
+    row_words = -(-words // 4) * 4
+    memory.start()
+    group.gather(
+        *(memory.bases, store, weights, places, torch.tensor([num_rows]).int()),
+        **{"me": 0, "rows_off": memory.off("rows"), "row_words": row_words, "most_rows": num_rows},
+        **{"hidden": hidden, "dtype": dtype, "programs": programs},
+        **{"block_m": data.draw(st.sampled_from([LEAST, 4])), "block_h": 4},
+    )
+    rows = memory.view(0, "rows", num_rows, row_words).view(dtype)[:, :hidden]
+    group.gather_ref(rows, out, weights, places)
+    memory.check()
+
+
+def layer(rank, alignment):
+    """Rows by expert through processes: weights applied, a bias, gradients, a repeat."""
+    rw = init(railwave.Topology(2, 2, 2), hidden=8, dtype=torch.float32)
+    batch = make_batch(rw, [3, 0, 2, 4], hidden=8, dtype=torch.float32)
+    x, ids, weights = (values[rank] for values in batch.arguments)
+    x = torch.randn(x.shape).to(x.device).requires_grad_()
+    received = rw.dispatch(x, ids, weights, expert_alignment=alignment if rank else None)
+    again = rw.dispatch(x.detach(), handle=received.handle)
+    real = received.topk_idx >= 0 if rank else torch.full((len(again.x),), True)
+    assert torch.equal(again.x[real], received.x.detach()[real])
+    given_weights = received.topk_weights if rank else received.topk_weights.sum(dim=1)
+    bias = torch.ones(8, device=x.device)
+    y = rw.combine(received.x * 2, received.handle, weights=given_weights, bias=bias)
+    total = torch.where(ids >= 0, weights, 0).sum(dim=1, keepdim=True)
+    assert torch.allclose(y, 1 + 2 * x * total, rtol=1e-5, atol=1e-6)
+    y.sum().backward()
+    assert torch.allclose(x.grad, (2 * total).expand_as(x), rtol=1e-5, atol=1e-6)
+    back = rw.combine_weights(received.topk_weights.detach(), received.handle)
+    assert back.shape == ids.shape
+    with pytest.raises(railwave.PeerError if rank else ValueError, match=r"rank 0|topk_weights"):
+        rw.combine_weights(
+            received.topk_weights.detach()[: -1 if not rank else None], received.handle
+        )
+    rw.close()
+
+
+def test_processes_may_differ_in_how_their_rows_lie():
+    run_all(layer, 4, 4)
