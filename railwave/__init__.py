@@ -12,6 +12,7 @@ from railwave.communicator import Communicator as Communicator
 from railwave.cost_table import CostTable as CostTable
 from railwave.default import check as check
 from railwave.default import combine as combine
+from railwave.default import combine_weights as combine_weights
 from railwave.default import dispatch as dispatch
 from railwave.default import finalize as finalize
 from railwave.default import init as init
@@ -28,6 +29,7 @@ from railwave.memory import workspace_bytes as workspace_bytes
 from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
 from railwave.topology import Topology as Topology
+from railwave.workloads import Placement as Placement
 from railwave.world import LocalWorld as LocalWorld
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "LocalWorld",
     "PeerError",
     "PeerTimeoutError",
+    "Placement",
     "Plan",
     "ReceiveOverflowError",
     "Received",
@@ -44,6 +47,7 @@ __all__ = [
     "__version__",
     "check",
     "combine",
+    "combine_weights",
     "dispatch",
     "eplb_bytes",
     "finalize",

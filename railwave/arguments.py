@@ -441,7 +441,9 @@ def check_weights(
     if topk_weights.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must not require gradients, none flow: pass {name}.detach()")
     rows = plain(topk_weights)
-    return rows if handle.places is None else rows_of_places(handle, rows)
+    if handle.places is None:
+        return rows
+    return rows_of_places(handle.places, handle.received, rows)
 
 
 def biases(bias: Any) -> tuple[Any, ...]:

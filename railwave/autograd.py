@@ -183,14 +183,19 @@ def _of_weights(grad: torch.Tensor | None, handle: Handle, ids: torch.Tensor) ->
     """
     if handle.places is None:
         return torch.where(ids >= 0, _or_zeros(grad, handle, torch.float32, ids.shape[1]), 0)
-    return rows_of_places(handle, ids * 0.0 if grad is None else _dense(grad))
+    return rows_of_places(handle.places, handle.received, ids * 0.0 if grad is None else grad)
 
 
-def rows_of_places(handle: Handle, values: torch.Tensor) -> torch.Tensor:
-    """Bring values of rows by expert, (rows,), to (tokens, K): 0 for experts elsewhere."""
-    assert handle.places is not None
-    row = torch.arange(handle.max_rows, device=values.device)
-    places = torch.where((row < handle.received[0])[:, None], handle.places, -1)
+def rows_of_places(
+    places: torch.Tensor, received: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Bring values of rows by expert, (rows,), to (tokens, K): 0 for experts elsewhere.
+
+    Args:
+        places, received: of the `Handle`.
+    """
+    row = torch.arange(len(places), device=values.device)
+    places = torch.where((row < received[0])[:, None], places, -1)
     places = torch.where(places < -1, -2 - places, places)  # of an expert that is named twice
     if not len(values):
         return torch.zeros_like(places, dtype=values.dtype)

@@ -5,6 +5,7 @@ Letters: N nodes, G GPUs a node, W = N * G ranks, E experts, K top-k, T tokens, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import zlib
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from railwave import autograd
+from railwave import autograd, compiled
 from railwave._version import __version__
 from railwave.agreement import (
     check_capture,
@@ -60,6 +61,8 @@ from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
 from railwave.turns import Turns, record
 from railwave.watch import AFTER, Watch, raise_failure
+
+_numbers = itertools.count()
 
 
 class Communicator:
@@ -144,6 +147,8 @@ class Communicator:
         config = self.config if wrong is None else None
         check_same_config(config, others, self._gather, dist.get_rank(group), wrong)
         self.rank = dist.get_rank(group)
+        self._number = next(_numbers)
+        compiled.runners[self._number] = self
         self._on_gpu = self.config.device.type == "cuda"
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
@@ -288,6 +293,18 @@ class Communicator:
             With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and
             all need `reset` before they go on: the one that is wrong, too.
         """
+        if torch.compiler.is_compiling():
+            return self._compiled_dispatch(
+                *(x, topk_idx, topk_weights),
+                handle=handle,
+                extras=extras,
+                path=path,
+                static_shapes=static_shapes,
+                out=out,
+                expert_alignment=expert_alignment,
+                zero_padding=zero_padding,
+                stream=stream,
+            )
         grads = autograd.named(x=x, topk_weights=topk_weights)
         form: dict[str, Any] = {"extras": extras, "path": path, "out": out, "grads": grads}
         form |= {"expert_alignment": expert_alignment, "zero_padding": zero_padding}
@@ -300,6 +317,20 @@ class Communicator:
         if not grads:
             return run()[0]
         return autograd.dispatch(self._verbs, run, [x], [topk_weights])[0]
+
+    def _compiled_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, **form: Any) -> Received:
+        """Dispatch where `torch.compile` looks on: as an operator if shapes are static."""
+        handle, options = form["handle"], (form["out"], form["stream"])
+        static = form["static_shapes"] if handle is None else handle.static_shapes
+        if static is not True or options != ("copy", None) or (handle and form["extras"]):
+            return compiled.uncompiled(self.dispatch, x, topk_idx, topk_weights, **form)
+        if handle is not None:
+            return compiled.repeat(self._number, x, handle, form["zero_padding"])
+        of_op = ("extras", "path", "expert_alignment", "zero_padding")
+        return compiled.dispatch(
+            *(self._number, self.config, self._exchange, x, topk_idx, topk_weights),
+            **{name: form[name] for name in of_op},
+        )
 
     def _dispatch(
         self,
@@ -385,6 +416,12 @@ class Communicator:
             with static shapes, on a GPU, a wrong call is raised on its rank alone, which has not
             taken part: it may call again, rightly, before the others' deadline.
         """
+        if torch.compiler.is_compiling():
+            if not handle.static_shapes or stream is not None:
+                form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
+                return compiled.uncompiled(self.combine, out, handle, **form, stream=stream)
+            form = {"weights": weights, "bias": biases(bias), "wire_dtype": wire_dtype}
+            return compiled.combine(self._number, out, handle, **form)
         anchor, added = getattr(handle, "anchor", None), biases(bias)
         grads = autograd.named(out=out, handle=anchor, weights=weights) and "out"
 

@@ -16,6 +16,7 @@ import torch
 
 from railwave import autograd
 from railwave.arguments import biases, check_all_weights, check_combine, check_dispatch
+from railwave.compiled import uncompiled
 from railwave.config import PATHS, Config
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import ReceiveOverflowError
@@ -186,8 +187,13 @@ class LocalWorld:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
             ReceiveOverflowError: a rank would receive more than max_recv_rows rows; likewise.
         """
+        if torch.compiler.is_compiling():
+            form: dict[str, Any] = {"handles": handles, "extras": extras, "path": path, "out": out}
+            form |= {"static_shapes": static_shapes, "expert_alignment": expert_alignment}
+            form["zero_padding"] = zero_padding
+            return uncompiled(self.dispatch, xs, topk_idxs, topk_weights, **form)
         grads = autograd.named_in_lists(xs=xs, topk_weights=topk_weights)
-        form: dict[str, Any] = {"path": path, "static_shapes": static_shapes, "out": out}
+        form = {"path": path, "static_shapes": static_shapes, "out": out}
         form |= {"expert_alignment": expert_alignment, "zero_padding": zero_padding}
         form |= {"grads": grads}
         arguments = (xs, topk_idxs, topk_weights, handles)
@@ -233,6 +239,9 @@ class LocalWorld:
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
         """
+        if torch.compiler.is_compiling():
+            form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
+            return uncompiled(self.combine, outs, handles, **form)
         listed = handles if isinstance(handles, Sequence) else ()
         anchors = [getattr(handle, "anchor", None) for handle in listed]
         grads = autograd.named_in_lists(outs=outs, handles=anchors, weights=weights)

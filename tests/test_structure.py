@@ -32,6 +32,8 @@ LAYERS = [
     "traffic",
     "exchange",
     "autograd",
+    "_uncompiled",
+    "compiled",
     "memory",
     "arguments",
     "agreement",

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from railwave import workloads
+from railwave import LocalWorld, workloads
 from railwave.topology import Topology
 from railwave.workloads import (
     FIGURE_8_SHARES,
@@ -319,3 +319,57 @@ def test_placement_keeps_its_own_copies():
 def test_docstring_examples(name):
     result = doctest.testmod(importlib.import_module(f"railwave.workloads.{name}"))
     assert result.attempted and not result.failed
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**16), st.integers(1, 5), st.integers(0, 9), st.integers(1, 3))
+def test_every_choice_gets_a_replica_of_its_expert(seed, E, T, K):
+    torch.manual_seed(seed)
+    extra = torch.randint(E, (4,)).tolist()
+    placement = Placement.of([[*range(E), *extra]], num_logical=E)
+    ids = torch.randint(-1, E, (T, K), dtype=torch.int32)
+    for rank in range(3):
+        got = placement.physical_ids(ids, 0, rank=rank)
+        assert got.dtype == ids.dtype and torch.equal(got == -1, ids == -1)
+        pairs = zip(ids.flatten().tolist(), got.flatten().tolist(), strict=True)
+        flat = [(e, p) for e, p in pairs if e >= 0]
+        for e in range(E):
+            replicas = placement.log2phy[0, e, : placement.logcnt[0, e]].tolist()
+            chosen = [p for of, p in flat if of == e]
+            wanted = [replicas[(n + rank) % len(replicas)] for n in range(len(chosen))]
+            assert chosen == wanted
+    bad = torch.full((1, 2), E)
+    assert placement.physical_ids(bad, 0).tolist() == [[E + 4, E + 4]]
+
+
+def test_wrong_choices_are_refused():
+    placement = Placement.of([[0, 1, 0]], num_logical=2)
+    with pytest.raises(TypeError, match="topk_idx must be an int32 or int64 tensor"):
+        placement.physical_ids(torch.zeros(1, 1), 0)
+    with pytest.raises(TypeError, match="got list"):
+        placement.physical_ids([[0]], 0)
+    with pytest.raises(ValueError, match=r"topk_idx must have shape \(T, K\), got \(1,\)"):
+        placement.physical_ids(torch.zeros(1, dtype=torch.int64), 0)
+    with pytest.raises(ValueError, match="layer must be"):
+        placement.physical_ids(torch.zeros(1, 1, dtype=torch.int64), 1)
+
+
+def test_a_dispatch_takes_physical_experts_and_gives_them_back():
+    """Twelve physical experts, four ranks: ids come out as they went in, less the rank's first."""
+    placement = Placement.of([[*range(8), 0, 0, 3, 3]], num_logical=8)
+    world = LocalWorld(
+        *(Topology(2, 2, 2),),
+        **{"num_experts": 12, "top_k": 2, "hidden": 4, "max_tokens_per_rank": 5},
+        dtype=torch.float32,
+    )
+    logical = [torch.stack([torch.randperm(8)[:2] for _ in range(5)]) for _ in range(4)]
+    ids = [placement.physical_ids(of, 0, rank=rank) for rank, of in enumerate(logical)]
+    xs = [torch.randn(5, 4) for _ in range(4)]
+    received = world.dispatch(xs, ids, [torch.ones(5, 2)] * 4, expert_alignment=1)
+    outs = []
+    for rank, r in enumerate(received):
+        expert = placement.phy2log[0][3 * rank + r.topk_idx]
+        outs.append(r.x * (1 + expert)[:, None])
+    ys = world.combine(outs, [r.handle for r in received])
+    for y, x, of in zip(ys, xs, logical, strict=True):
+        assert torch.allclose(y, x * (1 + of).sum(dim=1, keepdim=True))

@@ -7,13 +7,15 @@ Letters: L layers, E logical experts, P physical experts, X the most replicas of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from railwave._check import check_counts, check_index, check_positive_int
 from railwave.workloads.records import check_records, deal
+
+_IDS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class Placement:
     phy2log: Any
     log2phy: Any
     logcnt: Any
+    _there: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         logcnt = check_counts(self.logcnt, None, "logcnt")
@@ -85,6 +88,67 @@ class Placement:
         log2phy = [[found + [-1] * (width - len(found)) for found in row] for row in replicas]
         logcnt = [[len(found) for found in row] for row in replicas]
         return cls(table, log2phy, logcnt)
+
+    def physical_ids(self, topk_idx: torch.Tensor, layer: int, *, rank: int = 0) -> torch.Tensor:
+        """Choose a replica for every choice of a router: the ids that a dispatch takes.
+
+        Of a rank's choices of one expert, by token and then by k, number n takes replica
+        (n + rank) mod logcnt: they differ by at most one, and ranks do not all begin with the same
+        one. Nothing else is looked at, so the same arguments give the same ids. Runs on the device
+        of topk_idx and waits for nothing.
+
+        Args:
+            topk_idx: (T, K) int32 or int64, logical experts; -1 for none.
+            layer: which of the L placements.
+            rank: of the caller.
+
+        Returns:
+            (T, K), dtype as given: physical experts, -1 for none; P, which a dispatch refuses, in
+            the place of an id that is no logical expert. A dispatch with num_experts = P takes them
+            as they are, and `Received.topk_idx` counts each rank's physical experts from its first.
+
+        Raises:
+            TypeError, ValueError: topk_idx is no such tensor, or layer is not below L.
+
+        Example:
+            Logical expert 0 has the replicas 0 and 2: its three choices alternate.
+
+            >>> placement = Placement.of([[0, 1, 0]], num_logical=2)
+            >>> placement.physical_ids(torch.tensor([[0, 1], [0, -1], [0, 1]]), 0).tolist()
+            [[0, 1], [2, -1], [0, 1]]
+            >>> placement.physical_ids(torch.tensor([[0], [0]]), 0, rank=1).tolist()
+            [[2], [0]]
+        """
+        layer = check_index(layer, len(self.logcnt), "layer")
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype not in _IDS:
+            kind = getattr(topk_idx, "dtype", type(topk_idx).__name__)
+            raise TypeError(f"topk_idx must be an int32 or int64 tensor, got {kind}")
+        if topk_idx.ndim != 2:
+            raise ValueError(f"topk_idx must have shape (T, K), got {tuple(topk_idx.shape)}")
+        log2phy, logcnt = self._tables(layer, topk_idx.device)
+        E, P = len(logcnt), self.phy2log.shape[1]
+        expert = topk_idx.reshape(-1).long()
+        known = (expert >= 0) & (expert < E)
+        expert = torch.where(known, expert, E)  # E: a place of its own for those that are none
+        order = expert.argsort(stable=True)
+        counts = torch.zeros(E + 1, dtype=torch.int64, device=expert.device)
+        counts.scatter_add_(0, expert, torch.ones_like(expert))
+        starts = counts.cumsum(0) - counts
+        number = torch.empty_like(expert)
+        place = torch.arange(len(expert), device=expert.device)
+        number[order] = place - starts[expert[order]]
+        expert = expert.clamp(max=E - 1)
+        chosen = log2phy[expert, (number + rank) % logcnt[expert]]
+        chosen = torch.where(known, chosen, P)
+        ids = torch.where(topk_idx.reshape(-1) == -1, -1, chosen)
+        return ids.view(topk_idx.shape).to(topk_idx.dtype)
+
+    def _tables(self, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log2phy (E, X) and logcnt (E,) of a layer on a device, brought there once."""
+        key = (layer, device)
+        if key not in self._there:
+            self._there[key] = (self.log2phy[layer].to(device), self.logcnt[layer].to(device))
+        return self._there[key]
 
     def physical_loads(self, loads: Any, layer: int) -> torch.Tensor:
         """Share the records of logical experts out over their replicas.
