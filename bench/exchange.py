@@ -5,6 +5,8 @@ One process a PE, all on one GPU: rank 0 yields the results. Forms of a call:
 - eager: rows are copied out, the host waits for their number (dispatch's default arguments)
 - static: worst-case shapes and a view of the region, launched one by one; nothing is copied out
 - graph: static, captured; dispatch, combine and both together are a graph each
+- training: eager, with gradients of x: forward, then the backward pass of both verbs
+- static, e4m3 rows and float32 scales: dispatch alone, a scale for each 128 elements
 
 A sample runs twice without a pause; the first is not timed: its end lines the PEs up. All forms,
 paths and peers take turns within a sample, so that what drifts drifts for all.

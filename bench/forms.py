@@ -103,6 +103,8 @@ class World:
             torch.cuda.empty_cache()  # of the graphs before
         batch = self._batch(hidden)
         timed = [self._eager(batch, path) for path in self.options.paths]
+        timed += [self._training(batch, path) for path in self.options.paths]
+        timed += [self._fp8(batch, path) for path in self.options.paths]
         copy_gbs = None
         if self.on_gpu:
             timed += [self._static(batch, path) for path in self.options.paths]
@@ -151,8 +153,13 @@ class World:
         sizes = {"payload_bytes": 2 * hidden, "top_k": self.top_k}
         sizes["gpus_per_node"] = self.topo.gpus_per_node
         floors = {}
-        for name, copied in (("copied", True), ("view", False)):
-            by_stage = floor_bytes(counts, copied=copied, **sizes)
+        fp8 = {**sizes, "payload_bytes": hidden + 4 * _blocks(hidden)}
+        for name, copied, of in (
+            ("copied", True, sizes),
+            ("view", False, sizes),
+            ("fp8", False, fp8),
+        ):
+            by_stage = floor_bytes(counts, copied=copied, **of)
             floor = {phase: sum(stages.values()) for phase, stages in by_stage.items()}
             floors[name] = {**floor, "both": sum(floor.values())}
         return floors
@@ -174,6 +181,39 @@ class World:
 
     def _eager(self, batch: Batch, path: str) -> Timed:
         return Timed({"path": path, "form": "eager"}, self._pair(batch, path), "copied")
+
+    def _training(self, batch: Batch, path: str) -> Timed:
+        """Return a dispatch and a combine with gradients of x, then the backward pass of both."""
+        x, got = batch.x.detach().requires_grad_(), {}
+
+        def forward() -> None:
+            received = self.rw.dispatch(x, *batch.arguments[1:], path=path)
+            got["y"] = self.rw.combine(received.x, received.handle)
+
+        def backward() -> None:
+            x.grad = None
+            got["y"].backward(batch.x)
+
+        forward()
+        backward()
+        self._check(batch, x.grad, f"{path}, backward")
+        return Timed({"path": path, "form": "training"}, {"forward": forward, "backward": backward})
+
+    def _fp8(self, batch: Batch, path: str) -> Timed:
+        """Return a dispatch of e4m3 rows with a float32 scale for each 128 elements."""
+        x = batch.x.to(torch.float8_e4m3fn)
+        scales = torch.ones(len(x), _blocks(x.shape[1]), device=self.device)
+        how = {**STATIC, "extras": (scales,)} if self.on_gpu else {"extras": (scales,)}
+        got = {}
+
+        def dispatch() -> None:
+            got["received"] = self.rw.dispatch(x, *batch.arguments[1:], path=path, **how)
+
+        dispatch()
+        barrier(self.device)
+        form = "static, e4m3 rows and float32 scales" if self.on_gpu else "eager, e4m3 and scales"
+        about = {"path": path, "form": form, "dtype": "float8_e4m3fn"}
+        return Timed(about, {"dispatch": dispatch}, "fp8")
 
     def _static(self, batch: Batch, path: str) -> Timed:
         return Timed({"path": path, "form": "static"}, self._pair(batch, path, **STATIC), "view")
@@ -260,6 +300,11 @@ class World:
             timing = time_launches(launch, self.device, repeats=5, samples=10)
             rate = COPY_BYTES / timing.median_us / 1e3
         return first(rate)
+
+
+def _blocks(hidden: int) -> int:
+    """Return the scales of a row of float8."""
+    return -(-hidden // 128)
 
 
 def _shares(kernels: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Timed:
 
     about: dict[str, str]  # path and form
     steps: dict[str, Step]  # by phase, in order
-    floor: str = ""  # which floor it is held against: "copied", "view", or none
+    floor: str = ""  # which floor it is held against: "copied", "view", "fp8", or none
 
 
 def take_samples(

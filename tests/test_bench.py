@@ -73,7 +73,8 @@ def test_the_exchange_is_measured_by_a_process_a_pe(tmp_path):
     assert run.main(["exchange", *sizes, *once]) == 0
     peer, *results = map(json.loads, out.read_text().splitlines())
     assert peer["form"] == "all_to_all_vdev_2d" and peer["skipped"] == "no GPU"
-    assert [result["phase"] for result in results] == ["dispatch", "combine", "both"]
+    phases = ["dispatch", "combine", "both", "forward", "backward", "both", "dispatch"]
+    assert [result["phase"] for result in results] == phases
     for result in results:
         assert 0 < result["min_us"] <= result["median_us"] <= result["p95_us"] <= result["p99_us"]
         assert result["samples"] == 2 and (result["pes"], result["nodes"]) == (2, 2)

@@ -31,12 +31,13 @@ def moe(rw, x, ids, weights, experts, alignment, shared):
     return rw.combine(out, received.handle, **given)
 
 
-def layer(rank, backend):
-    rw = init(railwave.Topology(2, 1, 1), hidden=8, dtype=torch.float32, max_recv_rows=8)
+def layer(rank, ranks, backend, **more):
+    sizes = {"num_experts": 2 * ranks, "top_k": 2, "hidden": 8, "dtype": torch.float32}
+    rw = init(railwave.Topology(ranks, 1, 1), **sizes, max_recv_rows=8)
     device = rw.config.device
-    compiled = torch.compile(moe, backend=backend, fullgraph=True)
+    compiled = torch.compile(moe, backend=backend, fullgraph=True, **more)
     for alignment in (None, 4):
-        batch = make_batch(rw, [3, 4], hidden=8)
+        batch = make_batch(rw, [3, 4][:ranks], hidden=8)
         ids, weights = (values[rank] for values in batch.arguments[1:])
         leaves = [
             torch.randn(len(ids), 8, device=device),
@@ -65,7 +66,7 @@ def layer(rank, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_layer_is_one_graph_with_the_same_results(backend):
-    run_all(layer, 2, backend, timeout_s=240)
+    run_all(layer, 2, 2, backend, timeout_s=240)
 
 
 def others(rank):

@@ -14,6 +14,7 @@ import railwave
 from processes import run_all
 from railwave.config import PATHS
 from railwave.reference import combine_ref
+from test_compiled import layer
 from test_processes import combine, dispatch
 from worlds import bits_equal, bytes_equal, make_batch, make_outs
 
@@ -46,6 +47,16 @@ def every_path(rank, nodes, gpus, wire):
 @pytest.mark.parametrize("nodes, gpus", [(1, 1), (2, 4), (4, 8)])
 def test_every_path_gives_the_bits_of_the_reference(nodes, gpus, wire):
     run_all(every_path, nodes * gpus, nodes, gpus, wire, timeout_s=200, fresh=nodes * gpus <= 8)
+
+
+def compiled_layer(rank):
+    torch.cuda.set_device(0)
+    layer(rank, 1, "inductor")
+    layer(rank, 1, "inductor", mode="reduce-overhead")  # in CUDA graphs
+
+
+def test_a_compiled_layer_is_one_graph():
+    run_all(compiled_layer, 1, timeout_s=200, fresh=True)
 
 
 @several_gpus

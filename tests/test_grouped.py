@@ -16,6 +16,7 @@ from heaps import (
     DEVICE,
     KERNELS,
     LEAST,
+    ON_GPU,
     Memory,
     make_config,
     mark,
@@ -434,5 +435,6 @@ def layer(rank, alignment):
     rw.close()
 
 
+@pytest.mark.skipif(ON_GPU, reason="processes on a CPU")
 def test_processes_may_differ_in_how_their_rows_lie():
     run_all(layer, 4, 4)

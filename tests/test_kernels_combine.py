@@ -338,7 +338,7 @@ def test_take(cluster, data):
     assert same_sums(got, want)
 
 
-def run_final(acc, dtype, *, bias=(), programs=1, block=4096, shift=0):
+def run_final(acc, dtype, *, bias=(), programs=1, block_m=4, block_h=4096, shift=0):
     """Run `final` on poisoned output of one PE."""
     config = make_config(1, 1, 1)
     memory = Memory(config, shift=shift)
@@ -348,7 +348,7 @@ def run_final(acc, dtype, *, bias=(), programs=1, block=4096, shift=0):
     combine.final(
         *(y[: acc.numel()].view(acc.shape), acc, bias, memory.bases, memory.state()),
         **{"me": 0, "rows_read_off": memory.off("rows_read"), "shape": config.shape},
-        **{"programs": programs, "block": block},
+        **{"programs": programs, "block_m": block_m, "block_h": block_h},
     )
     memory.check()
     assert same_bytes(y[acc.numel() :], pattern(16, dtype=dtype))
@@ -357,10 +357,14 @@ def run_final(acc, dtype, *, bias=(), programs=1, block=4096, shift=0):
 
 @settings(max_examples=30)
 @given(
-    *(seeds, st.integers(0, 5), st.integers(1, 9), st.integers(1, 3), st.sampled_from([1, 4, 64])),
-    *(st.integers(0, 2), st.data()),
+    *(seeds, st.integers(0, 5), st.integers(1, 9), st.integers(0, 2), st.data()),
 )
-def test_final(_, tokens, hidden, programs, block, num_biases, data):
+def test_final(_, tokens, hidden, num_biases, data):
+    sizes = {
+        "programs": data.draw(st.integers(1, 3)),
+        "block_m": data.draw(st.sampled_from([2, 8])),
+    }
+    sizes["block_h"] = data.draw(st.sampled_from([LEAST, 4, 64]))
     acc = values(tokens, hidden, dtype=torch.float32)
     kinds = [
         data.draw(st.tuples(st.sampled_from(DTYPES), st.booleans())) for _ in range(num_biases)
@@ -375,7 +379,7 @@ def test_final(_, tokens, hidden, programs, block, num_biases, data):
     for dtype in DTYPES:
         want = torch.empty(tokens, hidden, dtype=dtype)
         combine.final_ref(want, acc, bias)
-        got = run_final(acc, dtype, bias=bias, programs=programs, block=block, shift=FAR)
+        got = run_final(acc, dtype, bias=bias, shift=FAR, **sizes)
         assert torch.equal(got.isnan(), want.isnan())
         assert same_bytes(got.nan_to_num(nan=0.5), want.nan_to_num(nan=0.5))
 
@@ -390,7 +394,7 @@ def all_upper_halves(*lower):
 def test_case_n2_bfloat16_is_rounded_as_by_torch():
     """Ties to even and odd, one above and below them, exact, subnormal, overflow, inf, NaN."""
     acc = all_upper_halves(0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-    y = run_final(acc, torch.bfloat16, block=2**16)
+    y = run_final(acc, torch.bfloat16, block_m=2**16, block_h=8)
     nan = acc.isnan()
     assert same_bytes(y[~nan], acc.bfloat16()[~nan])
     assert (y[nan].view(torch.int16) == 0x7FC0).all()
@@ -400,7 +404,7 @@ def test_case_n2_bfloat16_is_rounded_as_by_torch():
 def test_float16_is_rounded_as_by_numpy():
     """Upper halves cover sign, exponent and 7 bits; fp16 keeps 3 more: its ties are at 0x1000."""
     acc = all_upper_halves(0x0000, 0x0FFF, 0x1000, 0x1001, 0x3000, 0xFFFF)
-    y = run_final(acc, torch.float16, block=2**16)
+    y = run_final(acc, torch.float16, block_m=2**16, block_h=8)
     with np.errstate(over="ignore"):
         want = torch.from_numpy(acc.cpu().numpy().astype(np.float16)).to(acc.device)
     nan = acc.isnan()
@@ -410,7 +414,7 @@ def test_float16_is_rounded_as_by_numpy():
 
 def test_float32_is_copied():
     acc = all_upper_halves(0x0000, 0xFFFF)
-    assert same_bytes(run_final(acc, torch.float32, block=2**16), acc)
+    assert same_bytes(run_final(acc, torch.float32, block_m=2**16, block_h=8), acc)
 
 
 def test_case_c5_rounding_errors_of_a_sum_do_not_grow():
@@ -528,7 +532,7 @@ def test_nothing_is_written_once_the_phase_has_failed():
     combine.final(
         *(y.view(torch.float32), acc, (), memory.bases, state),
         **{"me": 0, "rows_read_off": memory.off("rows_read"), "shape": S},
-        **{"programs": 1, "block": 8},
+        **{"programs": 1, "block_m": 2, "block_h": 8},
     )
     memory.check()
     assert failure(state) == failed

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from railwave import Topology
-from railwave.arguments import check_call, check_repeat
+from railwave.arguments import check_call, check_out, check_repeat
 from railwave.config import COMPILED, Config, fitting
 from railwave.exchange import Exchange, combine, dispatch
 from railwave.heap import LocalHeap
@@ -25,7 +25,11 @@ from test_kernels_compile import SM_90
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # What moves payload: 16 bytes at a time.
-MOVING = ("pack", "local", "put", "unpack", "finish", "copy_in", "own", "reduce", "take")
+BY_EXPERT = tuple(f"_{name}_kernel" for name in ("tally", "place", "spread", "gather", "final"))
+MOVING = (
+    *("pack", "local", "put", "unpack", "finish", "spread"),
+    *("gather", "copy_in", "own", "reduce", "take"),
+)
 
 
 def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
@@ -51,12 +55,17 @@ def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
     topo, cpu = Topology(nodes, gpus, gpus), torch.device("cpu")
     sizes = dict(num_experts=8 * topo.num_ranks, top_k=top_k, hidden=hidden)
     sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=COMPILED)
-    config = Config(topo=topo, **sizes)
-    # As `Communicator` does it, once it knows who shares a GPU.
-    config = replace(config, tiles=fitting(config.tiles, 132, sharing), remote=remote)
-    heap = LocalHeap(topo.num_ranks, config.layout, device=cpu)
-    pe = Exchange(config, heap, 0, device=cpu, deadline_s=1)
-    pe.kernels = load(interpret=False)
+
+    def one_pe(**more):
+        config = Config(topo=topo, **sizes, **more)
+        # As `Communicator` does it, once it knows who shares a GPU.
+        config = replace(config, tiles=fitting(config.tiles, 132, sharing), remote=remote)
+        heap = LocalHeap(topo.num_ranks, config.layout, device=cpu)
+        pe = Exchange(config, heap, 0, device=cpu, deadline_s=1)
+        pe.kernels = load(interpret=False)
+        return config, pe
+
+    config, pe = one_pe()
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
@@ -65,7 +74,20 @@ def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
             handle = result(dispatch(pe, check_call(config, x, ids, weights, path))).handle
             result(dispatch(pe, check_repeat(config, x, handle)))
             result(combine(pe, x[:0], handle))
-    return launches.values()
+        by_token = set(launches)
+        config, pe = one_pe(max_recv_rows=8)  # or all that could come by expert
+        form = {"static_shapes": True, "expert_alignment": 8, "zero_padding": True}
+        handle = result(dispatch(pe, check_call(config, x, ids, weights, **form))).handle
+        result(dispatch(pe, check_repeat(config, x, handle, zero_padding=True)))
+        out = torch.zeros(handle.num_rows, hidden, dtype=torch.bfloat16)
+        given = {"weights": torch.zeros(len(out)), "bias": (x, x[0].float())}
+        out, options = check_out(config, out, handle, **given)
+        result(combine(pe, out, handle, options))
+    return [
+        launch
+        for key, launch in launches.items()
+        if key in by_token or key[0] in BY_EXPERT  # the others are there already
+    ]
 
 
 def result(stages):

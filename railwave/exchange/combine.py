@@ -230,8 +230,7 @@ def _final(sums: _Sums, bias: tuple[torch.Tensor, ...]) -> torch.Tensor:
         *(y, sums.acc, bias, pe.heap.bases, pe.state),
         me=pe.pe,
         rows_read_off=pe.heap.layout["rows_read"],
-        shape=pe.config.shape,
-        programs=tiles.programs,
-        block=tiles.block_m * tiles.block_h,
+        block_h=tiles.block_h,
+        **pe.tiles(),
     )
     return y

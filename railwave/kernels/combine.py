@@ -136,8 +136,9 @@ def _take_kernel(
 
 
 @helper
-def load_bias(ptrs, mask, DTYPE: tl.constexpr):
-    """Load elements as float32; bfloat16 from int16 bits."""
+def _load_bias(bias_ptr, stride_t, stride_h, t, offs_h, mask, DTYPE: tl.constexpr):
+    """Load tokens `t` of a (T, H) tensor as float32; bfloat16 from int16 bits."""
+    ptrs = bias_ptr + (t * stride_t)[:, None] + (offs_h * stride_h)[None, :]
     if DTYPE == tl.bfloat16:
         bits = tl.load(ptrs, mask=mask, other=0).to(tl.int32)
         return (bits << 16).to(tl.float32, bitcast=True)
@@ -159,28 +160,36 @@ def _final_kernel(
     state_ptr,
     me,
     rows_read_off,
-    num_elements,
+    num_tokens,
     S: tl.constexpr,
     H: tl.constexpr,
     DTYPE: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS2: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     """Add the biases to acc and round it to y once the whole node has read this PE's rows."""
     value: int = mark(state_ptr, 1, S)
     ok: int = wait_node(bases_ptr, state_ptr, i64(me), rows_read_off, value, ROWS_READ, S)
-    n: int = i64(num_elements) * ok
-    for i in range(i64(tl.program_id(0)) * BLOCK, n, i64(tl.num_programs(0)) * BLOCK):
-        offs = i + iota(BLOCK)
-        total = tl.load(acc_ptr + offs, mask=offs < n, other=0.0)
-        if BIAS is not None:
-            at = offs // H * i64(stride_bias_t) + offs % H * i64(stride_bias_h)
-            total += load_bias(bias_ptr + at, offs < n, BIAS)
-        if BIAS2 is not None:
-            at = offs // H * i64(stride_bias2_t) + offs % H * i64(stride_bias2_h)
-            total += load_bias(bias2_ptr + at, offs < n, BIAS2)
-        tl.store(y_ptr + offs, rounded(total, DTYPE), mask=offs < n)
+    n: int = i64(num_tokens) * ok
+    end: int = share(n, i64(tl.program_id(0)) + 1)
+    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
+        t = i + iota(BLOCK_M)
+        for h in range(0, H, BLOCK_H):
+            offs_h = h + iota(BLOCK_H)
+            mask = (t < end)[:, None] & (offs_h < H)[None, :]
+            offs = (t * H)[:, None] + offs_h[None, :]
+            total = tl.load(acc_ptr + offs, mask=mask, other=0.0)
+            if BIAS is not None:
+                total += _load_bias(
+                    *(bias_ptr, i64(stride_bias_t), i64(stride_bias_h), t, offs_h, mask, BIAS)
+                )
+            if BIAS2 is not None:
+                total += _load_bias(
+                    *(bias2_ptr, i64(stride_bias2_t), i64(stride_bias2_h), t, offs_h, mask, BIAS2)
+                )
+            tl.store(y_ptr + offs, rounded(total, DTYPE), mask=mask)
 
 
 def give_back(
@@ -279,7 +288,9 @@ def final(
     rows_read_off: int,
     shape: Shape,
     programs: int,
-    block: int,
+    block_m: int,
+    block_h: int,
+    warps: int = 4,
 ) -> None:
     """Wait until the node has read this PE's rows; add the biases and round acc to y.
 
@@ -291,13 +302,15 @@ def final(
     dtypes = [*(DTYPES[each.dtype] for each in bias), None, None]
     strided = [(_bits(each), *each.stride()) for each in given]
     _final_kernel[(programs,)](
-        *(_bits(y), acc, *strided[0], *strided[1], bases, state, me, rows_read_off, y.numel()),
+        *(_bits(y), acc, *strided[0], *strided[1], bases, state, me, rows_read_off, len(y)),
         S=shape,
         H=y.shape[1],
         DTYPE=DTYPES[y.dtype],
         BIAS=dtypes[0],
         BIAS2=dtypes[1],
-        BLOCK=min(block, pow2(shape.T * y.shape[1])),
+        BLOCK_M=block_m,
+        BLOCK_H=min(block_h, pow2(y.shape[1])),
+        num_warps=warps,
     )
 
 
