@@ -73,6 +73,10 @@ def run_cluster(path, dtype):
     ys = world.combine([r.x for r in received], [r.handle for r in received])
     world.dispatch(xs, routing.topk_idx, routing.topk_weights, path=path, out="view")
     world.dispatch(xs, handles=[r.handle for r in received])
+    form = {"expert_alignment": 2, "zero_padding": True, "path": path}
+    received = world.dispatch(xs, routing.topk_idx, routing.topk_weights, **form)
+    weights, bias = [r.topk_weights for r in received], [[x, x[0]] for x in xs]
+    world.combine([r.x for r in received], [r.handle for r in received], weights=weights, bias=bias)
     return ys
 
 
