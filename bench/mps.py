@@ -32,7 +32,9 @@ def mps_daemon() -> Iterator[None]:
     if control is None:
         raise FileNotFoundError(f"nvidia-cuda-mps-control is in none of {_places()}")
     names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-    before = {name: os.environ.get(name) for name in names}
+    before = {name: os.environ.get(name) for name in (*names, "PATH")}
+    # NVSHMEM runs the same program to learn of the daemon; without it, it takes there to be none.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(control)])
     # The daemon may still write its log when the folder goes.
     with tempfile.TemporaryDirectory(prefix="railwave-mps-", ignore_cleanup_errors=True) as folder:
         try:

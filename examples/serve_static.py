@@ -22,11 +22,10 @@ def make_layer(x, topk_idx, topk_weights, first_expert):
 
     def layer():
         received = railwave.dispatch(x, topk_idx, topk_weights, static_shapes=True, out="view")
-        # Rows that did not come hold anything: `there` says which did.
+        # Rows that did not come have ids -1 and weights 0; x of them holds anything.
+        number = received.topk_idx + first_expert + 1
+        scale = (number * received.topk_weights).sum(dim=1, keepdim=True)
         there = torch.arange(len(received.x), device=x.device) < received.num_rows
-        mine = (received.topk_idx >= 0) & there[:, None]
-        number = torch.where(mine, received.topk_idx + first_expert + 1, 0)
-        scale = (number * torch.where(mine, received.topk_weights, 0)).sum(dim=1, keepdim=True)
         rows = torch.where(there[:, None], received.x, 0)
         return railwave.combine(rows * scale, received.handle)
 

@@ -94,7 +94,7 @@ def check_repeat(
     """Check one rank's arguments to a dispatch that repeats the routing of a handle's."""
     if static_shapes is not None:
         _check_form(static_shapes, out, grads)
-    alignment = handle.alignment if handle.places is not None else 0
+    alignment = handle.alignment
     for what, given, own in (
         ("path", path, handle.path),
         ("static_shapes", static_shapes, handle.static_shapes),
@@ -103,8 +103,9 @@ def check_repeat(
         if given is not None and given != own:
             raise ValueError(f"{what} must be left out, or the handle's {own!r}, got {given!r}")
     _check_form(handle.static_shapes, out, grads)
-    zero_padding = _check_grouping(alignment or None, zero_padding, out, grads)
+    zero_padding = _check_grouping(config, alignment or None, zero_padding, out, grads)
     _check_matrix(x, name, config)
+    _check_differentiable(grads, x, name)
     if x.shape[0] != handle.num_tokens:
         raise ValueError(
             f"{name} must have the {handle.num_tokens} tokens of the handle's dispatch, got "
@@ -146,7 +147,7 @@ def check_call(
     path = "joint" if path is None else path
     static_shapes = False if static_shapes is None else static_shapes
     _check_form(static_shapes, out, grads)
-    zero_padding = _check_grouping(expert_alignment, zero_padding, out, grads)
+    zero_padding = _check_grouping(config, expert_alignment, zero_padding, out, grads)
     if static_shapes and path == "auto":
         raise ValueError(
             "path must be named where static_shapes is True, got 'auto', which decides by what "
@@ -161,6 +162,7 @@ def check_call(
     if where:
         x_name, idx_name = f"xs{where}", f"topk_idxs{where}"
     _check_matrix(x, x_name, config)
+    _check_differentiable(grads, x, x_name)
     _check_matrix(topk_idx, idx_name, config)
     # Weights travel as float32, whatever they are.
     _check_matrix(topk_weights, weights_name, config, grads=(*SUMMABLE, torch.float64))
@@ -242,7 +244,18 @@ def _check_form(static_shapes: Any, out: Any, grads: str) -> None:
         )
 
 
-def _check_grouping(alignment: Any, zero_padding: Any, out: str, grads: str) -> bool:
+def _check_differentiable(grads: str, x: torch.Tensor, name: str) -> None:
+    """Check that gradients of x, if some are needed, can be summed."""
+    if grads.startswith("x") and x.dtype not in SUMMABLE:
+        raise ValueError(
+            f"{name} must be float32, bfloat16 or float16 to have gradients, got {x.dtype}: pass "
+            f"{name}.detach()"
+        )
+
+
+def _check_grouping(
+    config: Config, alignment: Any, zero_padding: Any, out: str, grads: str
+) -> bool:
     """Check how rows are grouped by expert; return whether free rows are zeroed."""
     if not isinstance(zero_padding, bool):
         raise TypeError(f"zero_padding must be True or False, got {zero_padding!r}")
@@ -258,12 +271,19 @@ def _check_grouping(alignment: Any, zero_padding: Any, out: str, grads: str) -> 
         raise ValueError(
             f"expert_alignment must be from 1 to {MOST_ALIGNMENT} rows, got {alignment}"
         )
+    ranks, most = range(config.topo.num_ranks), (config.max_recv_rows, config.top_k, alignment)
+    rows = max(config.most_rows_by_expert(rank, *most) for rank in ranks)
+    if rows >= 2**31:
+        raise ValueError(
+            f"expert_alignment must keep the most rows of a rank below 2**31, got {alignment}, "
+            f"which makes {rows}; bound max_recv_rows"
+        )
     if out == "view":
         raise ValueError(
             "out must be 'copy' with expert_alignment, got 'view': rows arrive one a token"
         )
-    # A weight's gradient sums over all rows: 0 times what a free row holds must be 0.
-    return zero_padding or bool(grads)
+    # An expert's gradient sums over all rows: 0 times what a free row holds must be 0.
+    return zero_padding or bool(grads) or torch.is_grad_enabled()
 
 
 def check_given(topk_idx: Any, topk_weights: Any) -> None:
@@ -407,6 +427,11 @@ def check_out(
             )
     if weights is not None:
         weights = _check_row_weights(config, weights, handle, f"weights{where}")
+        if handle.exchange.in_rows(out):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"weights{where} must be None where {name} is a view of rows, which a call that "
+                "is refused would leave multiplied: multiply in place, or pass a copy"
+            )
     given = _check_bias(config, bias, (handle.num_tokens, out.shape[1]), f"bias{where}")
     return plain(out), Options(weights, given, wire_dtype)
 

@@ -68,7 +68,7 @@ def dispatch(
     parts = [outputs[i * n : (i + 1) * n] for i in range(3)]
     return [
         replace(
-            *(received,),
+            received,
             x=x,
             topk_weights=weights,
             handle=replace(received.handle, anchor=anchor),
@@ -161,16 +161,15 @@ class _Combine(torch.autograd.Function):
         if any(ctx.needs_input_grad[4 : 4 + 3 * n]):
             saved = list(ctx.saved_tensors)
             for i, received in enumerate(ctx.verbs.dispatch(dys, ctx.handles)):
-                found[i], rows = 2 * [_rows_that_came(received)]
+                rows = _rows_that_came(received)
+                found[i] = rows
                 if ctx.weighed[i]:
                     out, weights = saved.pop(0), saved.pop(0)
-                    found[i] = (rows.float() * weights[:, None]).to(out.dtype)
-                    products = (rows.float() * out.float()).sum(dim=1)
-                    found[2 * n + i] = torch.where(_is_row(received), products, 0)
-            anchors = (a if a is None else torch.zeros_like(a) for a in ctx.anchors)
-            found[n : 2 * n] = anchors
+                    there = is_row(received.topk_idx, received.num_rows)
+                    found[i], found[2 * n + i] = of_weighed(rows, out, weights, there)
+            found[n : 2 * n] = [a if a is None else torch.zeros_like(a) for a in ctx.anchors]
         of_biases = [
-            (dys[rank] if bias.dim() == 2 else dys[rank].float().sum(dim=0)).to(bias.dtype)
+            of_bias(dys[rank], bias.dim(), bias.dtype)
             for rank, bias in zip(ctx.bias_ranks, ctx.biases, strict=True)
         ]
         return (None, None, None, None, *found, *of_biases)
@@ -199,14 +198,37 @@ def rows_of_places(
     places = torch.where(places < -1, -2 - places, places)  # of an expert that is named twice
     if not len(values):
         return torch.zeros_like(places, dtype=values.dtype)
-    return torch.where(places >= 0, values[places.clamp(min=0)], 0)
+    # After a phase that failed on a GPU they may be anything: an index must not leave the table.
+    return torch.where(places >= 0, values[places.clamp(0, len(values) - 1)], 0)
 
 
-def _is_row(received: Received) -> torch.Tensor:
-    """Say which rows are of a token."""
-    if received.handle.places is not None:
-        return received.topk_idx >= 0
-    return torch.arange(len(received.x), device=received.x.device) < received.num_rows
+def is_row(topk_idx: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+    """Say which rows are of a token: (rows,) bool.
+
+    Args:
+        topk_idx, num_rows: of the `Received`.
+    """
+    if topk_idx.dim() == 1:
+        return topk_idx >= 0
+    return torch.arange(topk_idx.shape[0], device=topk_idx.device) < num_rows
+
+
+def of_weighed(
+    rows: torch.Tensor, out: torch.Tensor, weights: torch.Tensor, there: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of results and of the weights that they were multiplied by.
+
+    Args:
+        rows: (rows, H), of the products.
+        there: (rows,) bool, which rows are of a token: what others hold may be NaN.
+    """
+    d_out = torch.where(there[:, None], rows.float() * weights[:, None], 0).to(out.dtype)
+    return d_out, torch.where(there, (rows.float() * out.float()).sum(dim=1), 0)
+
+
+def of_bias(dy: torch.Tensor, dims: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the gradient of a bias of so many dimensions: of every token, or one for all."""
+    return (dy if dims == 2 else dy.float().sum(dim=0)).to(dtype)
 
 
 def _or_zeros(
@@ -225,8 +247,12 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_that_came(received: Received) -> torch.Tensor:
-    """Return the rows, 0 where static shapes leave them undefined."""
     if not received.handle.static_shapes:
         return received.x
-    row = torch.arange(len(received.x), device=received.x.device)
-    return torch.where((row < received.num_rows)[:, None], received.x, 0)
+    return rows_that_came(received.x, received.num_rows)
+
+
+def rows_that_came(x: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows, 0 where static shapes leave them undefined."""
+    row = torch.arange(x.shape[0], device=x.device)
+    return torch.where((row < num_rows)[:, None], x, 0)

@@ -191,17 +191,24 @@ def measure(
 ) -> dict[str, tuple[float, ...]]:
     """Time dispatch and combine of a point on each path: the slowest rank's, in microseconds.
 
-    Collective. The paths take turns, by default joint twice (`CONTROL`), after five warm-ups. Time
-    is between CUDA events on a GPU, as in A.3, and of the wall clock on a CPU.
+    Collective. The paths take turns, by default joint twice (`CONTROL`), after five warm-ups.
+
+    On a GPU a path's dispatch and combine are a CUDA graph, with static shapes and rows as a view:
+    so the time between two events, as in A.3, is the data path's and not that of the hosts' Python.
+    It is replayed twice, and the second is timed: the end of the first lines the ranks up. On a CPU
+    it is the wall clock's.
     """
     call, names = tokens(rw, point), list(paths)
+    timed = [_timed(rw, call, "joint" if name == CONTROL else name) for name in names]
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(WARM_UPS + samples):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            us = _time_us(rw, call, "joint" if name == CONTROL else name)
+        order = [(turn + i) % len(names) for i in range(len(names))]
+        for i in order:
+            rw._gather(None)  # all ranks begin together
+            us = max(rw._gather(timed[i]()))
             if turn >= WARM_UPS:
-                times[name].append(us)
+                times[names[i]].append(us)
+    rw.check()
     return {name: tuple(of) for name, of in times.items()}
 
 
@@ -244,33 +251,39 @@ def tokens(rw: Communicator, point: Traffic) -> tuple[torch.Tensor, torch.Tensor
     return x, topk_idx, torch.ones(len(experts), 1, **on)
 
 
-def _time_us(rw: Communicator, call: Any, path: str) -> float:
-    """Time one dispatch and combine of the slowest rank.
-
-    All ranks begin together. On a GPU the time is that between two events of the rank's stream,
-    recorded before dispatch and after combine; on a CPU it is the wall clock's.
-    """
+def _timed(rw: Communicator, call: Any, path: str) -> Callable[[], float]:
+    """Return what runs a dispatch and a combine and times them at this rank, in microseconds."""
+    if rw.config.device.type == "cpu":
+        return lambda: _clock_us(rw, call, path)
+    if path == "auto":  # which no graph can hold: what it chooses
+        path = rw.dispatch(*call, path=path).handle.path
 
     def run() -> None:
-        received = rw.dispatch(*call, path=path)
+        received = rw.dispatch(*call, path=path, static_shapes=True, out="view")
         rw.combine(received.x, received.handle)
 
+    run()
+    torch.cuda.synchronize(rw.config.device)
     rw._gather(None)
-    on_gpu = rw.config.device.type == "cuda"
-    return max(rw._gather(_event_us(run, rw.config.device) if on_gpu else _clock_us(run)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return lambda: _event_us(graph.replay, rw.config.device)
 
 
-def _event_us(run: Callable[[], None], device: torch.device) -> float:
+def _clock_us(rw: Communicator, call: Any, path: str) -> float:
+    began_s = time.perf_counter()
+    received = rw.dispatch(*call, path=path)
+    rw.combine(received.x, received.handle)
+    return (time.perf_counter() - began_s) * 1e6
+
+
+def _event_us(replay: Callable[[], None], device: torch.device) -> float:
     stream = torch.cuda.current_stream(device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
     began.record(stream)
-    run()
+    replay()
     ended.record(stream)
     ended.synchronize()
     return began.elapsed_time(ended) * 1e3
-
-
-def _clock_us(run: Callable[[], None]) -> float:
-    began_s = time.perf_counter()
-    run()
-    return (time.perf_counter() - began_s) * 1e6

@@ -147,8 +147,8 @@ class Communicator:
         config = self.config if wrong is None else None
         check_same_config(config, others, self._gather, dist.get_rank(group), wrong)
         self.rank = dist.get_rank(group)
-        self._number = next(_numbers)
-        compiled.runners[self._number] = self
+        self._name = f"communicator {next(_numbers)}"
+        compiled.runners[self._name] = self
         self._on_gpu = self.config.device.type == "cuda"
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
@@ -272,7 +272,7 @@ class Communicator:
             expert_alignment: give a row per (token, local expert), grouped by expert; each group
                 starts at a multiple of this number. Ranks may differ in it.
             zero_padding: set x of the rows that this leaves free to 0, which is done anyhow where
-                something needs gradients.
+                gradients are enabled.
             stream: run there, after what the current stream holds by now; let the caller's stream
                 wait for it before the result is used. None: on the current stream.
 
@@ -320,16 +320,35 @@ class Communicator:
 
     def _compiled_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, **form: Any) -> Received:
         """Dispatch where `torch.compile` looks on: as an operator if shapes are static."""
-        handle, options = form["handle"], (form["out"], form["stream"])
-        static = form["static_shapes"] if handle is None else handle.static_shapes
-        if static is not True or options != ("copy", None) or (handle and form["extras"]):
+        handle, alignment = form["handle"], form["expert_alignment"]
+        extras, grads = form["extras"] or (), autograd.named(x=x, topk_weights=topk_weights)
+        fits = form["out"] == "copy" and form["stream"] is None
+        fits &= type(form["zero_padding"]) is bool and form["path"] != ""
+        if handle is None:
+            fits &= form["static_shapes"] is True and topk_idx is not None
+            fits &= topk_weights is not None
+            fits &= alignment is None or (type(alignment) is int and alignment > 0)
+            fits &= not any(extra.requires_grad for extra in extras)
+        else:
+            fits &= not extras and compiled.fits(
+                *(handle, self._exchange),
+                topk_idx=(topk_idx, None),
+                topk_weights=(topk_weights, None),
+                path=(form["path"], None, getattr(handle, "path", None)),
+                static_shapes=(form["static_shapes"], None, True),
+                expert_alignment=(alignment, None, getattr(handle, "alignment", 0) or None),
+            )
+        if not fits:
             return compiled.uncompiled(self.dispatch, x, topk_idx, topk_weights, **form)
         if handle is not None:
-            return compiled.repeat(self._number, x, handle, form["zero_padding"])
-        of_op = ("extras", "path", "expert_alignment", "zero_padding")
+            return compiled.repeat(self._name, x, handle, form["zero_padding"], grads)
         return compiled.dispatch(
-            *(self._number, self.config, self._exchange, x, topk_idx, topk_weights),
-            **{name: form[name] for name in of_op},
+            *(self._name, self.config, self._exchange, x, topk_idx, topk_weights),
+            extras=extras,
+            path=form["path"],
+            expert_alignment=alignment,
+            zero_padding=form["zero_padding"],
+            grads=grads,
         )
 
     def _dispatch(
@@ -372,8 +391,8 @@ class Communicator:
                 if capturing:
                     raise
                 return self._refuse("dispatch", error, decided_there)
-            if handle is not None and not capturing:
-                self._keep(handle)
+            if handle is not None:
+                self._keep_beside(handle, capturing)
             stages = dispatch(self._exchange, call)
             said = say_call(call, grads)
             return self._run(stages, "dispatch", said, decided_there=decided_there)
@@ -417,11 +436,11 @@ class Communicator:
             taken part: it may call again, rightly, before the others' deadline.
         """
         if torch.compiler.is_compiling():
-            if not handle.static_shapes or stream is not None:
+            if stream is not None or not compiled.fits(handle, self._exchange):
                 form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
                 return compiled.uncompiled(self.combine, out, handle, **form, stream=stream)
             form = {"weights": weights, "bias": biases(bias), "wire_dtype": wire_dtype}
-            return compiled.combine(self._number, out, handle, **form)
+            return compiled.combine(self._name, out, handle, **form)
         anchor, added = getattr(handle, "anchor", None), biases(bias)
         grads = autograd.named(out=out, handle=anchor, weights=weights) and "out"
 
@@ -454,6 +473,8 @@ class Communicator:
 
         Raises: as `combine`.
         """
+        if torch.compiler.is_compiling():
+            return compiled.uncompiled(self.combine_weights, topk_weights, handle, stream=stream)
         return self._combine(topk_weights, handle, stream=stream, of_weights=True)
 
     def _combine(
@@ -485,6 +506,7 @@ class Communicator:
                 self._turns.check(stream)
                 self._check_handle(handle)
                 check_gradients(grads, handle, name="handle")
+                self._keep_beside(handle, capturing)
                 if of_weights:
                     out, handle = check_weights(self.config, out, handle), handle.by_token
                     options = Options()
@@ -500,8 +522,6 @@ class Communicator:
                 if capturing or decided_there:
                     raise
                 return self._refuse("combine", error)
-            if not capturing:
-                self._keep(handle)
             agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]} {wire_dtype} {grads}"
             status = zlib.crc32(agreed.encode()) & (STATIC - 1)
             said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
@@ -557,10 +577,10 @@ class Communicator:
         check_handle(handle, self._exchange, name="handle", received="received")
         self._watch.check_handle(handle)
 
-    def _keep(self, handle: Handle) -> None:
+    def _keep_beside(self, handle: Handle, capturing: bool) -> None:
         """Keep what a handle holds in memory until the current stream has used it."""
         stream = self._exchange.stream()
-        if stream != handle.stream:
+        if not capturing and stream != handle.stream:
             record(handle.tensors(), stream)
 
     def _refuse(self, verb: str, wrong: Exception, decided_there: bool = False) -> Any:
@@ -694,6 +714,6 @@ class Communicator:
         self._check_open()
         if self._broken:
             raise RuntimeError(
-                "a call of this communicator timed out or was interrupted: call reset() on all "
-                "ranks first"
+                "a call of this communicator did not come to its end (it timed out, was "
+                "interrupted, or raised what was shown then): call reset() on all ranks first"
             )

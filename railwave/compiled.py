@@ -1,8 +1,12 @@
 """The two verbs as operators of torch, for `torch.compile`: static shapes, no graph break.
 
-An operator takes tensors and numbers only, so a communicator is known by its number, and what a
-combine needs of a dispatch travels as the tensors that `Handle` holds. Gradients are those of
+An operator takes tensors and numbers only, so a communicator is known by its name, and what a
+combine needs of a dispatch travels as the tensors that `Handle` holds, without the number of its
+call: that a handle is of the call before, the graph says. Gradients are those of
 `railwave.autograd`. A call that has no static shapes breaks the graph and runs as it is.
+
+An operator is a phase of all ranks. Compilers keep the order of what depends on one another, so
+phases of a backward pass that do not are chained by `after`.
 
 Letters: T tokens, H hidden, K top-k.
 """
@@ -16,21 +20,34 @@ from weakref import WeakValueDictionary
 import torch
 from torch.library import custom_op, register_autograd
 
-from railwave.autograd import rows_of_places
+from railwave.autograd import is_row, of_bias, of_weighed, rows_of_places, rows_that_came
 from railwave.config import Config
 from railwave.exchange.words import payload_bytes
 from railwave.handle import Handle, Received
 from railwave.kernels.shape import make_format
 
-# What runs an operator, by number: a `Communicator`, as long as somebody holds it.
-runners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# What runs an operator, by name: a `Communicator`, as long as somebody holds it.
+runners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 # The fields of a `Handle` that the operators pass on, those of rows by expert last.
 TABLES = (
     *("received", "record_token", "num_records", "proxy", "slot", "own_rows", "in_rows"),
     *("out_load", "in_load", "quota", "rail_records", "counts", "topk_idx", "topk_weights"),
 )
-GROUP_TABLES = ("places", "offsets")
+PLACE_TABLES = ("places", "offsets")
+
+
+def fits(handle: Any, exchange: Any, **given: tuple[Any, ...]) -> bool:
+    """Say whether a graph may hold a call with this handle.
+
+    Otherwise the call itself says what is wrong.
+
+    Args:
+        given: of each argument that must be left out, or as of the handle: (value, what it may be).
+    """
+    if not isinstance(handle, Handle) or handle.exchange is not exchange:
+        return False
+    return handle.static_shapes and all(value in allowed for value, *allowed in given.values())
 
 
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +58,7 @@ def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def dispatch(
-    number: int,
+    world: str,
     config: Config,
     exchange: Any,
     x: torch.Tensor,
@@ -52,17 +69,19 @@ def dispatch(
     path: str | None,
     expert_alignment: int | None,
     zero_padding: bool,
+    grads: str,
 ) -> Received:
     """Dispatch inside a compiled region, with static shapes.
 
     Args:
-        number, config, exchange: of the communicator.
+        world, config, exchange: of the communicator.
+        grads: what needs gradients, the same on all ranks.
 
         The others as `Communicator.dispatch`.
     """
     alignment, path = expert_alignment or 0, path or "joint"
     trained = torch.is_grad_enabled()
-    form = (number, path, alignment, zero_padding or (trained and alignment > 0))
+    form = (world, path, alignment, zero_padding or (trained and alignment > 0), grads)
     outputs = torch.ops.railwave.dispatch(x, topk_idx, topk_weights, list(extras), *form)
     rows, others = outputs[0], outputs[1 : 1 + len(extras)]
     tables = _named(outputs[1 + len(extras) :], alignment)
@@ -77,11 +96,11 @@ def dispatch(
         exchange=exchange,
         epoch=0,
         static_shapes=True,
-        alignment=alignment or 1,
+        alignment=alignment,
         **tables,
     )
     if trained:
-        rows = _rows_that_came(rows, tables["counts"])
+        rows = rows_that_came(rows, tables["counts"][0])
     return Received(
         x=rows,
         topk_idx=tables["topk_idx"],
@@ -94,14 +113,21 @@ def dispatch(
     )
 
 
-def repeat(number: int, x: torch.Tensor, handle: Handle, zero_padding: bool) -> Received:
-    """Repeat the dispatch of a handle inside a compiled region."""
-    by_expert = handle.places is not None
-    rows = torch.ops.railwave.repeat(
-        *(x, _tables(handle), number, handle.path, handle.row_words),
-        *(handle.alignment if by_expert else 0, zero_padding),
-    )
+def repeat(world: str, x: torch.Tensor, handle: Handle, zero_padding: bool, grads: str) -> Received:
+    """Repeat the dispatch of a handle inside a compiled region.
+
+    Args:
+        x: (T, H); handle, zero_padding: as `Communicator.dispatch`.
+        grads: what needs gradients, the same on all ranks.
+    """
+    trained = torch.is_grad_enabled()
+    zero_padding = zero_padding or (trained and handle.alignment > 0)
+    form = (world, handle.path, handle.num_tokens, handle.row_words, handle.alignment)
+    form += (zero_padding, grads)
+    rows = torch.ops.railwave.repeat(x, _tables(handle), *form)
     counts, ends = handle.counts, handle.exchange.config.experts_per_rank[handle.exchange.pe] + 1
+    if trained:
+        rows = rows_that_came(rows, counts[0])
     return Received(
         x=rows,
         topk_idx=handle.topk_idx,
@@ -109,12 +135,12 @@ def repeat(number: int, x: torch.Tensor, handle: Handle, zero_padding: bool) -> 
         num_rows=counts[0],
         num_tokens_per_expert=counts[1:ends],
         handle=handle,
-        expert_offsets=handle.offsets[:ends] if by_expert else None,
+        expert_offsets=handle.offsets[:ends] if handle.alignment else None,
     )
 
 
 def combine(
-    number: int,
+    world: str,
     out: torch.Tensor,
     handle: Handle,
     *,
@@ -122,11 +148,15 @@ def combine(
     bias: Sequence[torch.Tensor],
     wire_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """Combine inside a compiled region; the arguments as `Communicator.combine`."""
-    by_expert = handle.places is not None
+    """Combine inside a compiled region: (T, H).
+
+    Args:
+        bias: none, one or two; the others as `Communicator.combine`.
+    """
+    form = (world, handle.path, handle.num_tokens, handle.row_words, handle.alignment)
+    tables = _tables(handle)
     return torch.ops.railwave.combine(
-        *(out, weights, list(bias), _tables(handle), number, handle.path, handle.num_tokens),
-        *(handle.row_words, handle.alignment if by_expert else 0, wire_dtype, False),
+        out, weights, list(bias), tables, *form, wire_dtype=wire_dtype, of_gradients=False, after=[]
     )
 
 
@@ -136,19 +166,21 @@ def _dispatch(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     extras: list[torch.Tensor],
-    number: int,
+    world: str,
     path: str,
     alignment: int,
     zero_padding: bool,
+    grads: str,
 ) -> list[torch.Tensor]:
     """Return the rows of x and of extras, then what `TABLES` names."""
-    received = _runner(number)._dispatch(
+    received = _runner(world)._dispatch(
         *(x, topk_idx, topk_weights),
         extras=extras,
         path=path,
         static_shapes=True,
         expert_alignment=alignment or None,
         zero_padding=zero_padding,
+        grads=grads,
     )
     return _no_views([received.x, *received.extras, *_tables(received.handle)])
 
@@ -159,12 +191,13 @@ def _(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     extras: list[torch.Tensor],
-    number: int,
+    world: str,
     path: str,
     alignment: int,
     zero_padding: bool,
+    grads: str,
 ) -> list[torch.Tensor]:
-    runner = _runner(number)
+    runner = _runner(world)
     config, K = runner.config, topk_idx.shape[1]
     S, rows = config.shape, config.max_recv_rows
     entries, counts = min(K, S.G), (1 + S.RANK_EXPERTS,)
@@ -181,7 +214,7 @@ def _(
         **{"topk_idx": of_row, "topk_weights": of_row, "places": (rows, K)},
     }
     dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32}
-    names = (*TABLES, *GROUP_TABLES) if alignment else TABLES
+    names = (*TABLES, *PLACE_TABLES) if alignment else TABLES
     return [
         *(part.new_empty(given, part.shape[1]) for part in (x, *extras)),
         *(x.new_empty(sizes[name], dtype=dtypes.get(name, torch.int32)) for name in names),
@@ -192,27 +225,32 @@ def _(
 def _repeat(
     x: torch.Tensor,
     tables: list[torch.Tensor],
-    number: int,
+    world: str,
     path: str,
+    num_tokens: int,
     row_words: int,
     alignment: int,
     zero_padding: bool,
+    grads: str,
 ) -> torch.Tensor:
     """Return the rows of x, sent as the dispatch of these tables sent its own."""
-    runner = _runner(number)
-    handle = _handle(runner, tables, path, x.shape[0], row_words, alignment)
-    return runner._dispatch(x, handle=handle, zero_padding=zero_padding).x.contiguous()
+    runner = _runner(world)
+    handle = _handle(runner, tables, path, num_tokens, row_words, alignment)
+    form = {"zero_padding": zero_padding, "grads": grads}
+    return runner._dispatch(x, handle=handle, **form).x.contiguous()
 
 
 @_repeat.register_fake
 def _(
     x: torch.Tensor,
     tables: list[torch.Tensor],
-    number: int,
+    world: str,
     path: str,
+    num_tokens: int,
     row_words: int,
     alignment: int,
     zero_padding: bool,
+    grads: str,
 ) -> torch.Tensor:
     return x.new_empty(_named(tables, alignment)["topk_idx"].shape[0], x.shape[1])
 
@@ -223,16 +261,17 @@ def _combine(
     weights: torch.Tensor | None,
     bias: list[torch.Tensor],
     tables: list[torch.Tensor],
-    number: int,
+    world: str,
     path: str,
     num_tokens: int,
     row_words: int,
     alignment: int,
     wire_dtype: torch.dtype | None,
     of_gradients: bool,
+    after: list[torch.Tensor],
 ) -> torch.Tensor:
     """Return the sums; `of_gradients`: out is of any size."""
-    runner = _runner(number)
+    runner = _runner(world)
     handle = _handle(runner, tables, path, num_tokens, row_words, alignment)
     if of_gradients:
         return runner._combine(out, handle, checked=True)
@@ -245,92 +284,112 @@ def _(
     weights: torch.Tensor | None,
     bias: list[torch.Tensor],
     tables: list[torch.Tensor],
-    number: int,
+    world: str,
     path: str,
     num_tokens: int,
     row_words: int,
     alignment: int,
     wire_dtype: torch.dtype | None,
     of_gradients: bool,
+    after: list[torch.Tensor],
 ) -> torch.Tensor:
     return out.new_empty(num_tokens, out.shape[1])
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, _, weights, extras, number, path, alignment, _ = inputs
+    x, _, weights, extras, world, path, alignment, *_ = inputs
     ctx.save_for_backward(*output[1 + len(extras) :])
     ctx.form, ctx.num_extras, ctx.weights_dtype = (
-        (number, path, alignment),
+        (world, path, alignment),
         len(extras),
         weights.dtype,
     )
     num_bytes = payload_bytes((x, *extras))
-    config = _runner(number).config
+    config = _runner(world).config
     fmt = make_format(num_bytes, weights.shape[1], config.topo.gpus_per_node)
     ctx.num_tokens, ctx.row_words = x.shape[0], fmt.META
 
 
 def _dispatch_backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    (number, path, alignment), tables = ctx.form, list(ctx.saved_tensors)
-    size = (number, path, ctx.num_tokens, ctx.row_words)
+    tables, alignment = list(ctx.saved_tensors), ctx.form[2]
     dx = dw = None
     if grads[0] is not None and ctx.needs_input_grad[0]:
-        dx = torch.ops.railwave.combine(
-            *(grads[0].contiguous(), None, [], tables, *size, alignment, None, True)
-        )
+        dx = _bring_back(grads[0], tables, ctx, alignment)
     of_weights = grads[1 + ctx.num_extras + TABLES.index("topk_weights")]
     if of_weights is not None and ctx.needs_input_grad[2]:
         named = _named(tables, alignment)
         if alignment:
             rows = rows_of_places(named["places"], named["received"], of_weights)
-            tables = tables[: -len(GROUP_TABLES)]
+            tables = tables[: -len(PLACE_TABLES)]
         else:
             rows = torch.where(named["topk_idx"] >= 0, of_weights, 0)
-        dw = torch.ops.railwave.combine(
-            *(rows.contiguous(), None, [], tables, *size, 0, None, True)
-        ).to(ctx.weights_dtype)
-    return dx, None, dw, [None] * ctx.num_extras, None, None, None, None
+        after = [] if dx is None else [dx]
+        dw = _bring_back(rows, tables, ctx, 0, after).to(ctx.weights_dtype)
+    return dx, None, dw, [None] * ctx.num_extras, *[None] * 5
+
+
+def _bring_back(
+    rows: torch.Tensor,
+    tables: list[torch.Tensor],
+    ctx: Any,
+    alignment: int,
+    after: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Sum gradients of rows at their tokens; `after`: of the phase before, not read."""
+    world, path, _ = ctx.form
+    form = (world, path, ctx.num_tokens, ctx.row_words, alignment)
+    more = {"wire_dtype": None, "of_gradients": True, "after": list(after)}
+    return torch.ops.railwave.combine(rows.contiguous(), None, [], tables, *form, **more)
 
 
 register_autograd("railwave::dispatch", _dispatch_backward, setup_context=_dispatch_context)
 
 
+def _repeat_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, tables, world, path, num_tokens, row_words, alignment, *_ = inputs
+    ctx.save_for_backward(*tables)
+    ctx.form, ctx.num_tokens, ctx.row_words = (world, path, alignment), num_tokens, row_words
+
+
+def _repeat_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    tables = list(ctx.saved_tensors)
+    dx = _bring_back(grad, tables, ctx, ctx.form[2]) if ctx.needs_input_grad[0] else None
+    return dx, [None] * len(tables), *[None] * 7
+
+
+register_autograd("railwave::repeat", _repeat_backward, setup_context=_repeat_context)
+
+
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    out, weights, bias, tables, number, path, _, row_words, alignment, _, _ = inputs
-    ctx.form, ctx.weighed = (number, path, row_words, alignment), weights is not None
+    out, weights, bias, tables, world, path, num_tokens, row_words, alignment, *_ = inputs
+    ctx.form, ctx.weighed = (world, path, num_tokens, row_words, alignment), weights is not None
     ctx.biases = [(each.dim(), each.dtype) for each in bias]
-    ctx.num_tables = len(tables)
+    ctx.num_tables, ctx.num_after = len(tables), len(inputs[-1])
     ctx.save_for_backward(*tables, *((out, weights) if ctx.weighed else ()))
 
 
 def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    (number, path, row_words, alignment), saved = ctx.form, list(ctx.saved_tensors)
+    alignment, saved = ctx.form[-1], list(ctx.saved_tensors)
     tables, weighed = saved[: ctx.num_tables], saved[ctx.num_tables :]
     d_out = d_weights = None
     if any(ctx.needs_input_grad[:2]):
-        form = (number, path, row_words, alignment, alignment > 0)
-        rows = torch.ops.railwave.repeat(dy.contiguous(), tables, *form)
+        form = (*ctx.form, alignment > 0, "")
         named = _named(tables, alignment)
-        d_out = rows = _rows_that_came(rows, named["counts"])
+        num_rows = named["counts"][0]
+        rows = torch.ops.railwave.repeat(dy.contiguous(), tables, *form)
+        d_out = rows = rows_that_came(rows, num_rows)
         if ctx.weighed:
-            out, weights = weighed
-            d_out = (rows.float() * weights[:, None]).to(out.dtype)
-            d_weights = (rows.float() * out.float()).sum(dim=1)
-            if alignment:
-                real = named["topk_idx"] >= 0
-            else:
-                real = torch.arange(len(d_weights), device=rows.device) < named["counts"][0]
-            d_weights = torch.where(real, d_weights, 0)
-    d_bias = [(dy if dims == 2 else dy.float().sum(dim=0)).to(dtype) for dims, dtype in ctx.biases]
-    return d_out, d_weights, d_bias, [None] * ctx.num_tables, *[None] * 7
+            d_out, d_weights = of_weighed(rows, *weighed, is_row(named["topk_idx"], num_rows))
+    d_bias = [of_bias(dy, dims, dtype) for dims, dtype in ctx.biases]
+    return d_out, d_weights, d_bias, [None] * ctx.num_tables, *[None] * 7, [None] * ctx.num_after
 
 
 register_autograd("railwave::combine", _combine_backward, setup_context=_combine_context)
 
 
-def _runner(number: int) -> Any:
-    """Return the communicator of a number."""
-    runner = runners.get(number)
+def _runner(world: str) -> Any:
+    """Return the communicator of a name."""
+    runner = runners.get(world)
     if runner is None:
         raise RuntimeError(
             "the communicator of this compiled call is gone: keep it, and compile anew"
@@ -339,12 +398,12 @@ def _runner(number: int) -> Any:
 
 
 def _tables(handle: Handle) -> list[torch.Tensor]:
-    names = TABLES if handle.places is None else (*TABLES, *GROUP_TABLES)
+    names = TABLES if handle.places is None else (*TABLES, *PLACE_TABLES)
     return [getattr(handle, name) for name in names]
 
 
 def _named(tables: Sequence[torch.Tensor], alignment: int) -> dict[str, torch.Tensor]:
-    names = (*TABLES, *GROUP_TABLES) if alignment else TABLES
+    names = (*TABLES, *PLACE_TABLES) if alignment else TABLES
     return dict(zip(names, tables, strict=True))
 
 
@@ -369,15 +428,9 @@ def _handle(
         static_shapes=True,
         serial=exchange.serial,
         stream=exchange.stream(),
-        alignment=alignment or 1,
+        alignment=alignment,
         **named,
     )
-
-
-def _rows_that_came(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the rows, 0 where static shapes leave them undefined."""
-    row = torch.arange(rows.shape[0], device=rows.device)
-    return torch.where((row < counts[0])[:, None], rows, 0)
 
 
 def _no_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ class Handle:
     # Of rows by expert, from `kernels.group.place`; None for a row a token.
     places: torch.Tensor | None = None  # (max_rows, K) int32, where each expert of a token has it
     offsets: torch.Tensor | None = None  # (1 + experts,) int32, where groups start
-    alignment: int = 1  # at multiples of it
+    alignment: int = 0  # at multiples of it; 0 for a row a token
     host_counts: tuple[int, ...] | None = None  # rows of each expert; None with static shapes
     # With gradients, a tensor without elements: its gradient function is the dispatch's, so that a
     # combine leads there on every rank, whatever the rank received.
@@ -66,7 +66,8 @@ class Handle:
     @property
     def by_token(self) -> Handle:
         """The same dispatch with a row a token, which is how they arrived."""
-        return replace(self, num_rows=self.max_rows, places=None, offsets=None)
+        form = {"num_rows": self.max_rows, "alignment": 0, "places": None, "offsets": None}
+        return replace(self, **form)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield what the handle holds on the device."""
@@ -77,14 +78,14 @@ class Handle:
 class Received:
     """What one rank receives: a row per (token, rank), ordered by (source rank, token).
 
-    With static shapes there are max_recv_rows rows, of which the first `num_rows` came; what the
-    others hold is undefined.
+    With static shapes there are max_recv_rows rows, of which the first `num_rows` came; the others
+    have ids -1 and weights 0, and x of them is undefined, NaN perhaps, unless autograd needs it.
 
     With `expert_alignment` a row per (token, local expert): a group for each expert, in their
     order, which starts at a multiple of that; within it as above. The rows that are left free
     between groups have expert -1 and weight 0, and no combine reads them; x of them is undefined
     unless `zero_padding` was asked for. With static shapes there are as many rows as could come:
-    max_recv_rows * min(top-k, local experts), and the alignment's.
+    max_recv_rows * min(top-k, local experts), and alignment - 1 for each local expert.
 
     Attributes:
         x: (rows, H), dtype as dispatched; the caller's own, or with out="view" the region that rows

@@ -69,7 +69,9 @@ class Rehearsal:
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
         kind = (call.path, call.fmt, call.view, _aligned(join_words(call.parts)))
-        kind += (call.alignment > 0, call.zero_padding)
+        places = call.again and call.again.places
+        kind += (call.alignment > 0, call.zero_padding and call.alignment > 1)
+        kind += (places is not None and places.shape[1],)
         if call.again is None:
             ids = call.topk_idx
             kind += (ids.dtype, ids.is_contiguous(), _aligned(ids), _aligned(call.topk_weights))

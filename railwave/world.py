@@ -27,6 +27,7 @@ from railwave.exchange import (
     Stages,
     Wait,
     Waits,
+    apart,
     combine,
     dispatch,
 )
@@ -177,7 +178,7 @@ class LocalWorld:
             expert_alignment: give a row per (token, local expert), grouped by expert; each group
                 starts at a multiple of this number.
             zero_padding: set x of the rows that this leaves free to 0, which is done anyhow where
-                something needs gradients.
+                gradients are enabled.
 
         Returns:
             Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token); or as
@@ -276,6 +277,8 @@ class LocalWorld:
         Raises:
             TypeError, ValueError: an argument breaks a rule; nothing has moved then.
         """
+        if torch.compiler.is_compiling():
+            return uncompiled(self.combine_weights, topk_weights, handles)
         rows = check_all_weights(self.config, topk_weights, handles, self._exchanges)
         return self._combine(rows, [handle.by_token for handle in handles])
 
@@ -289,6 +292,8 @@ class LocalWorld:
         pairs = zip(self._exchanges, outs, strict=True)
         outs = [out.clone() if pe.others_rows(out) else out for pe, out in pairs]
         options = options or [PLAIN] * len(outs)
+        pairs = zip(self._exchanges, options, strict=True)
+        options = [apart(pe, more) for pe, more in pairs]
         each = zip(self._exchanges, outs, handles, options, strict=True)
         return self._run([combine(pe, *arguments) for pe, *arguments in each])
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,7 +179,7 @@ def test_all_ranks_hold_the_slowest_ranks_times_of_every_path():
     assert all(len(times) == 2 and min(times) > 0 for times in samples.values())
 
 
-def test_on_a_gpu_time_is_between_events_on_the_ranks_stream(monkeypatch):
+def test_on_a_gpu_the_second_replay_of_a_graph_is_timed(monkeypatch):
     log = []
 
     class Event:
@@ -194,19 +195,35 @@ def test_on_a_gpu_time_is_between_events_on_the_ranks_stream(monkeypatch):
         def elapsed_time(self, other):
             return 1.5 if other is not self else 0.0  # milliseconds
 
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+    @contextmanager
+    def capturing(graph, *, capture_error_mode):
+        log.append("capture")
+        yield
+        log.append("captured")
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     received = SimpleNamespace(x=None, handle=None)
     rw = SimpleNamespace(
         config=SimpleNamespace(device=torch.device("cuda", 1)),
-        dispatch=lambda *_, path: log.append(f"dispatch {path}") or received,
+        dispatch=lambda *_, path, **form: log.append(f"dispatch {path} {form}") or received,
         combine=lambda *_: log.append("combine"),
-        _gather=lambda value: log.append("gather") or [value, 1000.0],
+        _gather=lambda value: log.append("gather"),
     )
-    assert calibrate._time_us(rw, (), "rail") == 1500.0
+    timed = calibrate._timed(rw, (), "rail")
+    phases = ["dispatch rail {'static_shapes': True, 'out': 'view'}", "combine"]
+    assert log == [*phases, "gather", "capture", *phases, "captured"]
+    log.clear()
+    assert timed() == 1500.0
     record = "record on the stream of cuda:1"
-    phases = ["dispatch rail", "combine"]
-    assert log == ["gather", record, *phases, record, "synchronize", "gather"]
+    assert log == ["replay", record, "replay", record, "synchronize"]
 
 
 def test_the_command_makes_a_table_that_it_reads_again(tmp_path):

@@ -110,6 +110,92 @@ def test_what_a_graph_holds_and_what_breaks_it():
     run_all(others, 2, timeout_s=240)
 
 
+def hostile(rank):
+    """Every call that eager code refuses is refused compiled, too, and the next call works."""
+    rw = init(railwave.Topology(2, 1, 1), hidden=16, dtype=torch.float32)
+    batch = make_batch(rw, 3, hidden=8)
+    _, ids, weights = (values[rank] for values in batch.arguments)
+    x = torch.randn(3, 8, device=ids.device)
+    static = {"static_shapes": True}
+    plain = rw.dispatch(x, ids, weights, **static)
+    grouped = rw.dispatch(x, ids, weights, **static, expert_alignment=2)
+
+    def repeat(tokens, handle, **form):
+        return rw.dispatch(tokens, handle=handle, **form).x * 1
+
+    def fresh(**form):
+        return rw.dispatch(x, ids, weights, **static, **form).x * 1
+
+    needs = torch.ones(3, 1, device=x.device, requires_grad=True)
+    refused = [
+        (lambda: repeat(x[:1], plain.handle), ValueError, "must have the 3 tokens"),
+        (lambda: repeat(x, plain.handle, path="native"), ValueError, "path must be left out"),
+        (lambda: repeat(x, plain.handle, static_shapes=False), ValueError, "static_shapes must be"),
+        (lambda: repeat(x, plain.handle, expert_alignment=2), ValueError, "expert_alignment must"),
+        (lambda: repeat(x, grouped.handle, expert_alignment=3), ValueError, "the handle's 2"),
+        (lambda: repeat(x, plain.handle, topk_idx=ids), TypeError, "topk_idx must be left out"),
+        (lambda: repeat(x, "handle"), TypeError, "handle must be a Handle"),
+        (lambda: fresh(expert_alignment=0), ValueError, "expert_alignment must be from 1"),
+        (lambda: fresh(expert_alignment=True), TypeError, "expert_alignment must be an int"),
+        (lambda: fresh(expert_alignment=2, zero_padding=1), TypeError, "zero_padding must be True"),
+        (lambda: fresh(path=""), ValueError, "path must be one of"),
+        (lambda: fresh(extras=[needs]), ValueError, "must not require gradients"),
+        (lambda: rw.combine(plain.x * 1, None), TypeError, "handle must be a Handle"),
+    ]
+    for call, error, said in refused:
+        torch._dynamo.reset()
+        with pytest.raises(error, match=said):
+            torch.compile(call, backend="aot_eager")()
+    got = torch.compile(lambda: fresh(extras=None), backend="aot_eager")()
+    assert got.shape == plain.x.shape
+    back = torch.compile(
+        lambda: rw.combine_weights(grouped.topk_weights * 1, grouped.handle), backend="aot_eager"
+    )()
+    assert torch.equal(back, rw.combine_weights(grouped.topk_weights, grouped.handle))
+    rw.close()
+
+
+def test_what_is_refused_is_refused_in_a_graph():
+    run_all(hostile, 2, timeout_s=240)
+
+
+def several(rank):
+    """Two communicators, any number of tokens, gradients through a repeat."""
+    topo, ranks = railwave.Topology(2, 1, 1), 2
+    both = [init(topo, hidden=8, dtype=torch.float32) for _ in range(ranks)]
+
+    def forth_and_back(rw, x, ids, weights):
+        first = rw.dispatch(x.detach(), ids, weights, static_shapes=True)
+        rows = rw.dispatch(x, handle=first.handle).x
+        return rw.combine(rows * rows, first.handle)
+
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            forth_and_back, backend="aot_eager", fullgraph=True, dynamic=dynamic
+        )
+        for rw, tokens in [(both[0], [3, 1]), (both[1], [2, 4]), (both[0], [1, 3])]:
+            batch = make_batch(rw, tokens, hidden=8)
+            _, ids, weights = (values[rank] for values in batch.arguments)
+            x = torch.randn(len(ids), 8, device=ids.device)
+            grads = []
+            for function in (forth_and_back, compiled):
+                leaf = x.clone().requires_grad_()
+                function(rw, leaf, ids, weights).sum().backward()
+                grads.append(leaf.grad)
+            assert bytes_equal(*grads)
+    # What needs gradients is compared, as in eager calls.
+    call = torch.compile(forth_and_back, backend="aot_eager")
+    with pytest.raises(railwave.PeerError, match="gradients"):
+        call(both[0], x.requires_grad_(rank == 0), ids, weights)
+    for rw in both:
+        rw.close()
+
+
+def test_graphs_of_two_communicators_and_of_any_number_of_tokens():
+    run_all(several, 2, timeout_s=240)
+
+
 def test_a_local_world_breaks_a_graph():
     world = make_world(2, 1, 1, dtype=torch.float32)
     batch = make_batch(world, 3)
@@ -138,15 +224,16 @@ def checked(rank):
     weights = weights.clone().requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for alignment in (0, 4):
-        arguments = (x, ids, weights, [], rw._number, "joint", alignment, alignment > 0)
+        arguments = (x, ids, weights, [], rw._name, "joint", alignment, alignment > 0, "x")
         torch.library.opcheck(torch.ops.railwave.dispatch.default, arguments, test_utils=tests)
         rows, *tables = torch.ops.railwave.dispatch(*arguments)
         tables = [table.detach() for table in tables]
         rows = rows.detach().nan_to_num().requires_grad_()
         given = [torch.ones(len(rows), requires_grad=True), [torch.ones(8, requires_grad=True)]]
-        form = (rw._number, "joint", 3, 16, alignment, None, False)
+        form = (rw._name, "joint", 3, 16, alignment, None, False, [])
         arguments = (rows, *given, tables, *form)
         torch.library.opcheck(torch.ops.railwave.combine.default, arguments, test_utils=tests)
-        arguments = (x.detach(), tables, rw._number, "joint", 16, alignment, alignment > 0)
-        torch.library.opcheck(torch.ops.railwave.repeat.default, arguments, test_utils=tests[::2])
+        form = (rw._name, "joint", 3, 16, alignment, alignment > 0, "x")
+        arguments = (x, tables, *form)
+        torch.library.opcheck(torch.ops.railwave.repeat.default, arguments, test_utils=tests)
     rw.close()

@@ -19,27 +19,30 @@ from heaps import (
     ON_GPU,
     Memory,
     make_config,
+    make_state,
     mark,
     pattern,
     same_bytes,
     seeds,
 )
 from processes import run_all
-from railwave.config import PATHS
+from railwave.arguments import check_call
+from railwave.config import PATHS, Config
 from railwave.kernels.shape import make_format
 from railwave.reference import combine_ref, gather_ref, group_ref
 from test_processes import init
-from worlds import bits_equal, bytes_equal, make_batch, make_outs, make_world, random_values
+from worlds import Batch, bits_equal, bytes_equal, make_batch, make_outs, make_world, random_values
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALL = {"top_k": 1, "hidden": 8, "dtype": torch.float32, "max_tokens_per_rank": 4}
 group = KERNELS.group
 
 
-def check_grouped(received, wanted, *, static=False):
+def check_grouped(received, wanted, case, *, static):
     """Check one rank's rows by expert against `group_ref`'s."""
     n = wanted.offsets[-1]
-    assert bytes_equal(received.x[:n], wanted.x)
+    assert bytes_equal(received.x[:n], wanted.x), case
     assert received.topk_idx[:n].tolist() == wanted.topk_idx.tolist()
     assert torch.equal(received.topk_weights[:n].cpu(), wanted.topk_weights)
     assert (received.topk_idx[n:] == -1).all() and (received.topk_weights[n:] == 0).all()
@@ -61,10 +64,8 @@ def test_every_combination_gives_the_bits_of_the_reference(dtype, path):
     fp8 = dtype == FP8
     extras = [[torch.rand(t, 2, device=DEVICE)] for t in batch.num_tokens] if fp8 else None
     more = {"extras": extras} if fp8 else {}
-    scales = make_batch(world, batch.num_tokens, hidden=2, dtype=torch.float32)
-    scales = (
-        type(batch)(world, [e[0].cpu() for e in extras], *batch_routing(batch)) if fp8 else None
-    )
+    routing = batch.topk_idxs, batch.topk_weights
+    scales = Batch(world, [e[0].cpu() for e in extras], *routing) if fp8 else None
     for alignment, again, static in product([None, 1, 4], [False, True], [False, True]):
         case = f"alignment {alignment}, again {again}, static {static}"
         form = {"path": path, "static_shapes": static, "expert_alignment": alignment}
@@ -78,7 +79,7 @@ def test_every_combination_gives_the_bits_of_the_reference(dtype, path):
             wanted = batch.expected[rank]
             n = grouped[rank].offsets[-1] if alignment else len(wanted.x)
             if alignment:
-                check_grouped(got, grouped[rank], static=static)
+                check_grouped(got, grouped[rank], case, static=static)
                 weights.append(got.topk_weights)
             else:
                 assert bytes_equal(got.x[:n], wanted.x), case
@@ -97,10 +98,6 @@ def test_every_combination_gives_the_bits_of_the_reference(dtype, path):
         wanted = combine_ref(world.config.topo, rows, batch.expected, batch.num_tokens)
         for y, want in zip(ys, wanted, strict=True):
             assert bits_equal(y, want), case
-
-
-def batch_routing(batch):
-    return batch.topk_idxs, batch.topk_weights
 
 
 @settings(max_examples=15)
@@ -296,6 +293,116 @@ def test_wrong_weights_to_bring_back_are_refused(change, error, said):
         world.combine_weights([change(r.topk_weights) for r in received], handles)
 
 
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_weights_and_biases_may_be_views_of_rows_that_arrived(by_expert, own):
+    """Of this rank's or of another's: they are read before the rows are written over."""
+    world = make_world(2, 1, 1, num_experts=2, hidden=64, dtype=torch.float32)
+    ids = [torch.tensor([[0, 1]] * 4, device=DEVICE)] * 2
+    xs = [torch.rand(4, 64, device=DEVICE) for _ in range(2)]
+    form = {"expert_alignment": 1} if by_expert else {}
+    first = world.dispatch(xs, ids, [torch.ones(4, 2, device=DEVICE)] * 2, **form)
+    views = world.dispatch(xs, ids, [torch.ones(4, 2, device=DEVICE)] * 2, out="view")
+    pick = (lambda rank: rank) if own else (lambda rank: 1 - rank)
+    weights = [views[pick(rank)].x[0, :8] for rank in range(2)]
+    bias = [views[pick(rank)].x[:4] for rank in range(2)]
+    outs, handles = [torch.rand(8, 64, device=DEVICE) for _ in range(2)], [r.handle for r in first]
+    copies = {"weights": [w.clone() for w in weights], "bias": [b.clone() for b in bias]}
+    got = world.combine(outs, handles, weights=weights, bias=bias)
+    want = world.combine(outs, handles, **copies)
+    assert all(bits_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_weights_are_not_multiplied_into_a_view():
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    received = world.dispatch(*batch.arguments, out="view")
+    outs, handles = [r.x for r in received], [r.handle for r in received]
+    weights = [torch.ones(len(out), device=DEVICE) for out in outs]
+    with pytest.raises(ValueError, match=r"weights\[0\] must be None where outs\[0\] is a view"):
+        world.combine(outs, handles, weights=weights)
+    world.combine(outs, handles)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("alignment", [None, 4])
+@pytest.mark.parametrize("leaves", ["experts", "all"])
+@pytest.mark.usefixtures("poison_empty")
+def test_what_rows_without_a_token_hold_reaches_no_gradient(static, alignment, leaves):
+    """x, weights and results of theirs may be NaN; experts' gradients sum over all rows."""
+    world = make_world(2, 1, 1, hidden=8, dtype=torch.float32)
+    batch = make_batch(world, 3, hidden=8, topk=torch.tensor([[0, 1], [2, 0], [3, -1]]))
+    xs = [torch.randn(3, 8, device=DEVICE) for _ in range(2)]
+    ids, weights = batch.arguments[1:]
+    experts = torch.eye(8, device=DEVICE).requires_grad_()
+    if leaves == "all":
+        for leaf in (*xs, *weights):
+            leaf.requires_grad_()
+    elif static:
+        pytest.skip("x of rows that did not come is the caller's to mask, then")
+    form = {"static_shapes": static, "expert_alignment": alignment}
+    received = world.dispatch(xs, ids, weights, **form)
+    factors = []
+    for r in received:
+        factor = r.topk_weights if alignment else r.topk_weights.sum(dim=1)
+        factors.append(factor / factor.detach())  # NaN where a row is of no token
+    outs, handles = [r.x @ experts for r in received], [r.handle for r in received]
+    sum(y.sum() for y in world.combine(outs, handles, weights=factors)).backward()
+    assert experts.grad.isfinite().all() and experts.grad.any()
+    for leaf in (*xs, *weights):
+        assert leaf.grad is None or leaf.grad.isfinite().all()
+
+
+def test_gradients_of_float8_tokens_are_refused_before_anything_moves():
+    world = make_world(2, 1, 1, hidden=8, dtype=torch.float32)
+    batch = make_batch(world, 3, hidden=8)
+    xs = [torch.randn(3, 8, device=DEVICE, requires_grad=True).to(FP8) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"xs\[0\] must be torch.float32, torch.bfloat16"):
+        world.dispatch(xs, *batch.arguments[1:])
+    world.dispatch([x.detach() for x in xs], *batch.arguments[1:])
+
+
+def test_more_rows_than_an_int32_counts_are_refused():
+    config = Config(topo=railwave.Topology(2, 1, 1), num_experts=100_000, **SMALL)
+    call = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"expert_alignment must keep the most rows .* below 2"):
+        check_call(config, *call, expert_alignment=2**16)
+    check_call(config, *call, expert_alignment=2)
+
+
+@pytest.mark.parametrize("what", ["gather", "place"])
+def test_a_phase_that_failed_places_and_sums_nothing(what):
+    """Its tables hold anything: what they name must not be read."""
+    config = make_config(1, 1, 1, hidden=8, dtype=torch.float32)
+    memory, state, S = Memory(config), make_state(failed=1), config.shape
+    before = state.clone()
+    anything = torch.full((4, 3), 2**30, device=DEVICE).int()
+    received = torch.tensor([4, *[0] * S.RANK_EXPERTS], device=DEVICE).int()
+    memory.words(0, "delivered")[:] = mark(config, 1)
+    memory.start()
+    if what == "gather":
+        group.gather(
+            *(memory.bases, state, torch.zeros(4, 8, device=DEVICE).int(), None, anything),
+            received,
+            **{"me": 0, "rows_off": memory.off("rows"), "row_words": 8, "most_rows": 4},
+            **{"hidden": 8, "dtype": torch.float32, "programs": 2, "block_m": 2, "block_h": 8},
+        )
+    else:
+        fmt, of = make_format(32, 3, 1), config.tables
+        sizes = {"me": 0, "alignment": 4, "shape": S, "fmt": fmt, "programs": 2, "block_m": 2}
+        got = tables(config, 4, sizes)
+        group.place(
+            *(*got, memory.bases, state, received, of.expert_rank, of.expert_pos),
+            of.expert_start,
+            **{"rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")},
+            **sizes,
+        )
+        assert got[3].tolist() == [0] * (1 + S.RANK_EXPERTS)
+        assert same_bytes(got[0], pattern(4, 3))
+    memory.check()
+    assert torch.equal(state, before)
+
+
 @st.composite
 def arrived(draw):
     """Draw a PE's rows as they arrived, and tiles."""
@@ -386,7 +493,11 @@ def test_place_example():
     *(st.booleans(), st.booleans(), st.sampled_from([0, 4, 8]), st.data()),
 )
 def test_gather(_, dtype, hidden, num_rows, programs, placed, weighed, gap, data):
-    """Results at any stride of whole words; some rows have no place, some several."""
+    """Results at any stride of whole words; some rows have no place, some several.
+
+    No more than most_rows are written, though `more` came.
+    """
+    more = data.draw(st.integers(0, 2))
     config = make_config(1, 1, 1, max_tokens_per_rank=8, hidden=64, dtype=torch.float32)
     memory, K = Memory(config), data.draw(st.integers(1, 3)) if placed else 1
     num_places = max(1, 2 * num_rows)
@@ -399,7 +510,8 @@ def test_gather(_, dtype, hidden, num_rows, programs, placed, weighed, gap, data
     row_words = -(-words // 4) * 4
     memory.start()
     group.gather(
-        *(memory.bases, store, weights, places, torch.tensor([num_rows]).int()),
+        *(memory.bases, memory.state(), store, weights, places),
+        torch.tensor([num_rows + more]).int(),
         **{"me": 0, "rows_off": memory.off("rows"), "row_words": row_words, "most_rows": num_rows},
         **{"hidden": hidden, "dtype": dtype, "programs": programs},
         **{"block_m": data.draw(st.sampled_from([LEAST, 4])), "block_h": 4},

@@ -10,6 +10,7 @@ order of ready PEs comes to an end.
 
 from railwave.exchange.combine import PLAIN as PLAIN
 from railwave.exchange.combine import Options as Options
+from railwave.exchange.combine import apart as apart
 from railwave.exchange.combine import combine as combine
 from railwave.exchange.dispatch import dispatch as dispatch
 from railwave.exchange.pe import CallsDiffer as CallsDiffer
@@ -31,6 +32,7 @@ __all__ = [
     "Stages",
     "Wait",
     "Waits",
+    "apart",
     "combine",
     "dispatch",
     "refuse",

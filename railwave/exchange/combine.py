@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
@@ -65,6 +65,7 @@ def combine(
     sum_words = padded(-(-out.shape[1] * wire.itemsize // 4))
     sums = _Sums(pe, handle, acc, out.dtype, wire, row_words, sum_words)
     compares = pe.compare_calls and not pe.device_decides(handle.static_shapes)
+    options = apart(pe, options)
     there = handle.places is not None or options.weights is not None
     if there:
         _gather(sums, words, options.weights)
@@ -98,7 +99,16 @@ def combine(
         for i in range(this.num_peers):
             _take(sums, this, i, last=after is None and i == this.num_peers - 1)
     yield pe.all_wait("rows_read", 1)
-    return _final(sums, tuple(b.clone() if pe.in_rows(b) else b for b in options.bias))
+    return _final(sums, options.bias)
+
+
+def apart(pe: Exchange, options: Options) -> Options:
+    """Copy what lies where rows are about to be written: views that a dispatch handed out."""
+    weights, bias = options.weights, options.bias
+    if weights is not None and pe.in_rows(weights):
+        weights = weights.clone()
+    bias = tuple(each.clone() if pe.in_rows(each) else each for each in bias)
+    return replace(options, weights=weights, bias=bias)
 
 
 def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -107,7 +117,7 @@ def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> N
     args = {**pe.tiles(), "block_h": pe.config.tiles.block_h}
     del args["shape"]
     pe.kernels.group.gather(
-        *(pe.heap.bases, words.clone() if pe.in_rows(words) else words, weights),
+        *(pe.heap.bases, pe.state, words.clone() if pe.in_rows(words) else words, weights),
         *(handle.places, handle.received),
         me=pe.pe,
         rows_off=pe.heap.layout["rows"],

@@ -52,7 +52,10 @@ def _tally_kernel(
     BLOCK_M: tl.constexpr,
     EXPERTS_P: tl.constexpr,
 ):
-    """Count each expert's rows among those of a program, once the node has delivered."""
+    """Count each expert's rows among those of a program, once the node has delivered.
+
+    Example: rows with experts [1, 0], [1, -1] and [2, 2] count 1, 2, 1: a repeat counts once.
+    """
     me: int = i64(me)
     value: int = mark(state_ptr, 1, S)
     ok: int = wait_node(bases_ptr, state_ptr, me, delivered_off, value, DELIVERED, S)
@@ -175,7 +178,10 @@ def _spread_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this PE's rows to their places, read once each; with ZERO, clear those of no token."""
+    """Copy this PE's rows to their places, read once each; with ZERO, clear those of no token.
+
+    Example: places [2, 0] and [3, -1], alignment 2: out is row 0, zeros, row 0, row 1.
+    """
     me: int = i64(me)
     value: int = mark(state_ptr, 1, S)
     ok: int = wait_node(bases_ptr, state_ptr, me, delivered_off, value, DELIVERED, S)
@@ -218,6 +224,7 @@ def _spread_kernel(
 @jit
 def _gather_kernel(
     bases_ptr,
+    state_ptr,
     words_ptr,
     weights_ptr,
     places_ptr,
@@ -243,7 +250,7 @@ def _gather_kernel(
     dst = tl.load(bases_ptr + i64(me)) + rows_off
     src = words_ptr.to(tl.int64)
     stride: int = i64(row_bytes)
-    n: int = clamp(i64(tl.load(received_ptr)), 0, i64(most_rows))
+    n: int = clamp(i64(tl.load(received_ptr)), 0, i64(most_rows)) * alive(state_ptr)
     end: int = share(n, i64(tl.program_id(0)) + 1)
     for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
         offs_i = i + iota(BLOCK_M)
@@ -378,6 +385,7 @@ def spread(
 
 def gather(
     bases: torch.Tensor,
+    state: torch.Tensor,
     words: torch.Tensor,
     weights: torch.Tensor | None,
     places: torch.Tensor | None,
@@ -396,7 +404,10 @@ def gather(
 ) -> None:
     """Write into this PE's rows region the sum of each row's results, weighted.
 
+    Nothing once a phase has failed, whose tables hold anything.
+
     Args:
+        bases, state: addresses of all heaps, state of this PE.
         words: (places, words) int32, the experts' results as words, rows at any stride.
         weights: (places,) float32 to multiply them by; None for 1.
         places: (rows, K) int32, from `place`; None for a result a row, in its place.
@@ -407,7 +418,7 @@ def gather(
         programs, block_m, block_h: programs, rows a tile, elements of each in it.
     """
     _gather_kernel[(programs,)](
-        *(bases, words, received if weights is None else weights),
+        *(bases, state, words, received if weights is None else weights),
         *(received if places is None else places, received),
         *(me, rows_off, words.stride(0) * 4, most_rows),
         H=hidden,
@@ -440,8 +451,7 @@ def place_ref(
     fmt: Format,
 ) -> None:
     """Do what `place` does, from rows (slots, META) int32 of this PE."""
-    start, end = expert_start[me : me + 2].tolist()
-    num_places, at = 0, 0
+    start, num_places, at = int(expert_start[me]), 0, 0
     offsets[0] = 0
     for e in range(shape.RANK_EXPERTS):
         for i, row in enumerate(rows):
@@ -458,10 +468,10 @@ def place_ref(
                 elif local == e:
                     places[i, k] = -2 - first
                     topk_weights[first] += weight
-        counts[1 + e], num_places, at = num_places, 0, at + -(-num_places // alignment) * alignment
-        offsets[1 + e] = at
+        counts[1 + e] = num_places
+        at += -(-num_places // alignment) * alignment
+        offsets[1 + e], num_places = at, 0
     counts[0] = at
-    assert end - start <= shape.RANK_EXPERTS
 
 
 def spread_ref(

@@ -165,7 +165,10 @@ def _finish_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Copy this PE's rows out; expert ids become local ones, -1 (weight 0) for other ranks'."""
+    """Copy this PE's rows out; expert ids become local ones, -1 (weight 0) for other ranks'.
+
+    Rows that did not come have ids -1 and weights 0, too; their payload stays as it is.
+    """
     me: int = i64(me)
     ok: int = wait_node(
         bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), DELIVERED, S
@@ -202,6 +205,13 @@ def _finish_kernel(
             bits = tl.load(src_ptrs[:, None] + F.WEIGHTS + k[None, :], mask=mask, other=0)
             weights = tl.where(local >= 0, bits, 0).to(tl.float32, bitcast=True)
             tl.store(weights_ptr + offs, weights, mask=mask)
+    if F.K > 0:
+        rest: int = (i64(most_rows) - n) * F.K
+        last: int = n * F.K + share(rest, i64(tl.program_id(0)) + 1)
+        for i in range(n * F.K + share(rest, i64(tl.program_id(0))), last, BLOCK_W):
+            at = i + iota(BLOCK_W)
+            tl.store(topk_idx_ptr + at, -1, mask=at < last)
+            tl.store(weights_ptr + at, 0.0, mask=at < last)
 
 
 def unpack(
@@ -294,10 +304,10 @@ def finish(
     """Wait until the node has delivered, then copy this PE's rows into tensors of the caller's.
 
     Args:
-        words: out, (rows, X_WORDS) int32; rows beyond those received are left as they are, here and
-            below.
-        topk_idx: out, (rows, K) int32 or int64: local expert ids, -1 for experts elsewhere.
-        topk_weights: out, (rows, K) float32, 0 for experts elsewhere.
+        words: out, (rows, X_WORDS) int32; rows beyond those received are left as they are.
+        topk_idx: out, (rows, K) int32 or int64: local expert ids, -1 for experts elsewhere and in
+            rows beyond.
+        topk_weights: out, (rows, K) float32, 0 where topk_idx is -1.
         counts: out, (1 + RANK_EXPERTS,) int32, a copy of `received`.
         received: (1 + RANK_EXPERTS,) int32, from `quota`: rows, then slots of each expert here.
         expert_rank, expert_pos, expert_start: the expert map, as in `count`.
@@ -369,7 +379,8 @@ def finish_ref(
     me: int,
     fmt: Format,
 ) -> None:
-    """Do what `finish` does, from rows (slots, META) int32 of this PE."""
+    """Do what `finish` does, from rows (slots, META) int32 of this PE that came."""
+    topk_idx[len(rows) :], topk_weights[len(rows) :] = -1, 0.0
     for i, row in enumerate(rows[: len(words)]):
         words[i] = row[: fmt.X_WORDS]
         if not fmt.K:

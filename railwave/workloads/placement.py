@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-from railwave._check import check_counts, check_index, check_positive_int
+from railwave._check import (
+    check_counts,
+    check_index,
+    check_non_negative_int,
+    check_positive_int,
+)
 from railwave.workloads.records import check_records, deal
 
 _IDS = (torch.int32, torch.int64)
@@ -22,7 +27,9 @@ _IDS = (torch.int32, torch.int64)
 class Placement:
     """Hold the maps of an expert placement as EPLB hands them over, and check that they agree.
 
-    Physical expert p is on rank p // (P / W).
+    Physical expert p is on rank p // (P / W): rank r holds the weights of the logical experts
+    phy2log[layer, r * P // W : (r + 1) * P // W], and a dispatch's local expert 0 is the first of
+    them. Gradients of an expert's replicas are the caller's to add up.
 
     Args:
         phy2log: (L, P) int64, the logical expert of each physical one.
@@ -95,7 +102,7 @@ class Placement:
         Of a rank's choices of one expert, by token and then by k, number n takes replica
         (n + rank) mod logcnt: they differ by at most one, and ranks do not all begin with the same
         one. Nothing else is looked at, so the same arguments give the same ids. Runs on the device
-        of topk_idx and waits for nothing.
+        of topk_idx; a layer's first call there brings its tables, others wait for nothing.
 
         Args:
             topk_idx: (T, K) int32 or int64, logical experts; -1 for none.
@@ -108,7 +115,8 @@ class Placement:
             as they are, and `Received.topk_idx` counts each rank's physical experts from its first.
 
         Raises:
-            TypeError, ValueError: topk_idx is no such tensor, or layer is not below L.
+            TypeError, ValueError: topk_idx is no such tensor, layer is not below L, or rank is
+                negative.
 
         Example:
             Logical expert 0 has the replicas 0 and 2: its three choices alternate.
@@ -120,6 +128,7 @@ class Placement:
             [[2], [0]]
         """
         layer = check_index(layer, len(self.logcnt), "layer")
+        rank = check_non_negative_int(rank, "rank")
         if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype not in _IDS:
             kind = getattr(topk_idx, "dtype", type(topk_idx).__name__)
             raise TypeError(f"topk_idx must be an int32 or int64 tensor, got {kind}")
@@ -147,7 +156,9 @@ class Placement:
         """Return log2phy (E, X) and logcnt (E,) of a layer on a device, brought there once."""
         key = (layer, device)
         if key not in self._there:
-            self._there[key] = (self.log2phy[layer].to(device), self.logcnt[layer].to(device))
+            with torch.inference_mode(False):  # else they could not be used outside it
+                tables = (self.log2phy[layer].to(device), self.logcnt[layer].to(device))
+            self._there[key] = tables
         return self._there[key]
 
     def physical_loads(self, loads: Any, layer: int) -> torch.Tensor:
