@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from bench import vdev
-from bench.forms import TOP_K, World
+from bench.forms import FORMS, TOP_K, World
 from bench.mps import mps_daemon
 from bench.sampling import first, gather
 from railwave.config import PATHS
@@ -51,6 +51,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hidden", type=int, nargs="+", default=[2880, 4096, 7168])
     command.add_argument("--experts", type=int, nargs="+", default=[64, 256])
     command.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    command.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     command.add_argument("--samples", type=int, default=100)
     command.add_argument("--time-limit", type=float, default=None, help="seconds; then no new size")
     command.add_argument("--no-peer", action="store_true", help="without all_to_all_vdev_2d")

@@ -31,6 +31,7 @@ from bench.sampling import (
 from bench.timeline import WARM_UPS, kernels_of
 from bench.timing import device_copy_launch, empty_launch, time_launches
 
+FORMS = ("eager", "static", "graph", "training", "fp8")
 TOP_K = 8
 NODES = {1: 1, 32: 4}  # of so many PEs; else 2
 SERVING_TOKENS = 128  # up to here a graph is set beside one of empty launches
@@ -101,17 +102,22 @@ class World:
         if self.on_gpu:
             barrier(self.device)
             torch.cuda.empty_cache()  # of the graphs before
-        batch = self._batch(hidden)
-        timed = [self._eager(batch, path) for path in self.options.paths]
-        timed += [self._training(batch, path) for path in self.options.paths]
-        timed += [self._fp8(batch, path) for path in self.options.paths]
+        batch, forms = self._batch(hidden), self.options.forms
+        makers = {"eager": self._eager, "training": self._training, "fp8": self._fp8}
+        timed = [
+            make(batch, path)
+            for form, make in makers.items()
+            for path in self.options.paths
+            if form in forms
+        ]
         copy_gbs = None
         if self.on_gpu:
-            timed += [self._static(batch, path) for path in self.options.paths]
+            if "static" in forms:
+                timed += [self._static(batch, path) for path in self.options.paths]
             # All that runs beside the phases is loaded now, see bench/mps.py.
             copy_gbs = self._copy_gbs()
             launches = {path: self._launches(batch, path) for path in self.options.paths}
-            for path in self.options.paths:
+            for path in self.options.paths if "graph" in forms else ():
                 timed += self._graphs(batch, path)
                 if self.tokens <= SERVING_TOKENS:
                     timed.append(self._empties(path, launches[path]))
@@ -133,7 +139,7 @@ class World:
                     result |= {"floor_us": round(floor_us, 2), "copy_gbs": round(copy_gbs, 1)}
                     result["of_floor"] = round(floor_us / result["median_us"], 4)
                 yield result
-        if self.on_gpu:
+        if self.on_gpu and "static" in forms:
             for path in self.options.paths:
                 host = {"form": "static", "phase": "launch a dispatch, host", "path": path}
                 yield {**about, **host, **summary(self._host(batch, path))}
