@@ -5,13 +5,18 @@ Shape letters: N nodes, G GPUs a node, R rails a node, T tokens a rank.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from railwave._check import check_index, check_non_negative_int, check_positive_int
+from railwave.discovery import SYSFS, Said, discover, joined
+from railwave.errors import PeerError
 
 MAX_RANKS = 1 << 20  # both bounds lie far above any cluster, and below what tables would cost
 MAX_PAIR_RAILS = 1 << 28
@@ -51,6 +56,46 @@ class Topology:
     rail_of_gpu: Sequence[int] | None = field(default=None, kw_only=True)
     # After construction: (N, N, R) bool CPU tensor; its diagonal is the rails with a GPU.
     eligible_rails: Any = field(default=None, kw_only=True)
+
+    @classmethod
+    def discover(
+        cls,
+        nodes: int | None = None,
+        *,
+        sysfs: str | os.PathLike = SYSFS,
+        group: dist.ProcessGroup | None = None,
+    ) -> Topology:
+        """Find the GPUs and NIC ports of this node, or of all nodes of a group. Collective then.
+
+        A GPU's rail is the nearest active port (`railwave.discovery`; `railwave topo` shows it).
+
+        Args:
+            nodes: N. Default: as many hosts as the group's ranks are on; 1 without a group, where
+                other nodes are taken to be like this one.
+            sysfs: where sysfs is mounted.
+            group: a torch.distributed group; None for the default one, if torch.distributed is
+                initialised. Local rank l uses GPU l, modulo the GPUs of the node.
+
+        Raises:
+            ValueError: nodes differ from one another or from `nodes`, or there is neither a GPU nor
+                a group.
+            PeerError: another rank could not look.
+        """
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            node = discover(sysfs)
+            if not node.gpus:
+                raise ValueError(
+                    f"sysfs must show a GPU where there is no group, got none in {sysfs}"
+                )
+            nodes = 1 if nodes is None else nodes
+            return cls(nodes, len(node.gpus), node.num_rails, rail_of_gpu=node.rail_of_gpu)
+        found, rails = joined(_gather_nodes(sysfs, group))
+        if nodes not in (None, found):
+            raise ValueError(
+                f"nodes must be the number of hosts that the group's ranks are on ({found}), got "
+                f"{nodes}; make a Topology of numbers to split a host"
+            )
+        return cls(found, len(rails), max(rails) + 1, rail_of_gpu=rails)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node", "rails_per_node"):
@@ -201,6 +246,27 @@ class Topology:
                 quota = _ceil_div((self.gpus_per_node - n + 1) * tokens, num_eligible)
                 worst = max(worst, tokens + _ceil_div(max(0, quota - tokens), n))
         return worst
+
+
+def _gather_nodes(sysfs: str | os.PathLike, group: dist.ProcessGroup | None) -> list[Said]:
+    """Exchange what each rank sees of its node; raise on all ranks if one cannot look."""
+    said: Said | None = None
+    wrong: Exception | None = None
+    try:
+        node = discover(sysfs)
+        said = Said(socket.gethostname(), len(node.gpus), node.num_rails, node.rail_of_gpu)
+    except Exception as error:  # whatever it is, the others must hear
+        wrong = error
+    if dist.get_rank(group) < 0:
+        raise ValueError("group must contain this rank")
+    everything: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everything, (said, str(wrong or "")), group=group)
+    if wrong:
+        raise wrong
+    bad = {rank: text for rank, (_, text) in enumerate(everything) if text}
+    if bad:
+        raise PeerError(f"rank(s) could not look at their node: {bad}")
+    return [one for one, _ in everything]
 
 
 def _ceil_div(numerator: int, divisor: int) -> int:
