@@ -194,6 +194,10 @@ def arrange(gpus: Sequence[Gpu], ports: Sequence[Nic]) -> Node:
     distance = tuple(tuple(_distance(gpu, port) for port in ports) for gpu in gpus)
     usable, warnings = _usable(ports)
     if not usable:
+        if gpus:
+            warnings.append(
+                "no active NIC port: each GPU is a rail of its own, and reaches no other node"
+            )
         rails = tuple(range(len(gpus)))
         return Node(tuple(gpus), tuple(ports), distance, (), rails, tuple(warnings))
     near = []
@@ -280,10 +284,6 @@ def _usable(ports: Sequence[Nic]) -> tuple[list[int], list[str]]:
             f"have; left out: {', '.join(other)}"
         )
         active = [port for port in active if port.link_layer == layer]
-    if not active:
-        warnings.append(
-            "no active NIC port: each GPU is a rail of its own, and no other node can be reached"
-        )
     return [ports.index(port) for port in active], warnings
 
 
