@@ -53,7 +53,7 @@ class ShmHeap:
         self.layout, self.pe = layout, pe
         self._maps: list[mmap.mmap] = []
         self._blocks: list[torch.Tensor] = []
-        host, free = together(gather, f"look at {FOLDER}", lambda: (_host(), _free_bytes()))
+        host, free = together(gather, f"look at {FOLDER}", lambda: (_host(), free_bytes()))
         peers = gather((host, secrets.token_hex(16), free))
         _check_one_host([peer[0] for peer in peers])
         _check_room(layout.size * num_pes, min(peer[2] for peer in peers))
@@ -119,10 +119,13 @@ class ShmHeap:
         self._maps.clear()
 
 
-def clean() -> list[str]:
+def clean(*, remove: bool = True) -> list[str]:
     """Remove what killed processes of this user left in /dev/shm; return the paths.
 
     Only files that no process has open any more: a file's users hold a lock on it.
+
+    Args:
+        remove: False to look only.
     """
     removed = []
     for name in sorted(os.listdir(FOLDER)):
@@ -139,7 +142,8 @@ def clean() -> list[str]:
             info = os.fstat(file)
             # A file without a link was removed meanwhile; its path may be another's by now.
             if info.st_uid == os.getuid() and info.st_nlink:
-                os.unlink(path)
+                if remove:
+                    os.unlink(path)
                 removed.append(path)
         except (BlockingIOError, FileNotFoundError):
             pass  # in use, or removed meanwhile
@@ -177,7 +181,7 @@ def _open(path: str, size: int) -> int:
     return file
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     stat = os.statvfs(FOLDER)
     return stat.f_bavail * stat.f_frsize
 
