@@ -1,5 +1,7 @@
 """Show paths of a report, or schedulers of a simulation, to a reader, and their rails as bars.
 
+And what a node has, and what a doctor found.
+
 Letters: R rails.
 """
 
@@ -10,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from railwave.discovery import LINK_MEANING, Node
 from railwave.simulation import Comparison, Row
 
 if TYPE_CHECKING:
+    from railwave.doctor import Diagnosis
     from railwave.report import Report
 
 WIDTH = 100  # columns, where the output is not a terminal; a narrower one leaves out the ranges
@@ -51,6 +56,91 @@ def print_comparison(comparison: Comparison) -> None:
     console.print(_shares(comparison.rows, _levels(console)))
     for line in _COMPARISON_LEGEND:
         console.print(line, markup=False)
+
+
+def print_node(node: Node) -> None:
+    """Print GPUs by ports, the ports, the rail of each GPU, warnings, and variables to export."""
+    console = _console()
+    if node.gpus:
+        console.print(_gpus(node))
+        console.print()
+    if node.ports:
+        console.print(_ports(node))
+        console.print()
+    lines = [f"{len(node.gpus)} GPUs, {len(node.ports)} ports, {node.num_rails} rails"]
+    if node.gpus and node.ports:
+        links = "; ".join(f"{link}: {meaning}" for link, meaning in LINK_MEANING.items())
+        lines.append(f"*: the port that the GPU uses. {links}")
+    for line in [*lines, *(f"warning: {text}" for text in node.warnings)]:
+        console.print(line, markup=False)
+    for line in _exports(node):  # to be copied: never broken
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print each finding with its mend, and the verdict."""
+    console = _console()
+    table = _empty_table()
+    for name in ("", "what"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("found, and what to do", overflow="fold")
+    styles = {"ok": "green", "warning": "yellow", "error": "bold red"}
+    for finding in diagnosis.findings:
+        said = escape(finding.found + (f"\n-> {finding.mend}" if finding.mend else ""))
+        status = f"[{styles[finding.status]}]{finding.status}[/]"
+        table.add_row(status, escape(finding.name), said)
+    console.print(table)
+    console.print(diagnosis.verdict, markup=False, soft_wrap=True)
+
+
+def _gpus(node: Node) -> Table:
+    table = _empty_table()
+    for name in ("GPU", "name", "PCI", "NUMA", "rail"):
+        table.add_column(name, no_wrap=True)
+    for port in range(len(node.ports)):
+        table.add_column(f"P{port}", no_wrap=True)
+    for gpu, rail, row in zip(node.gpus, node.rail_of_gpu, node.distance, strict=True):
+        own = node.used[rail] if node.used else -1
+        far = [d.link + "*" * (port == own) for port, d in enumerate(row)]
+        numa = "?" if gpu.numa < 0 else str(gpu.numa)
+        table.add_row(str(gpu.index), escape(gpu.name), gpu.pci, numa, str(rail), *far)
+    return table
+
+
+def _ports(node: Node) -> Table:
+    table = _empty_table()
+    for name in ("port", "NIC", "PCI", "NUMA", "link layer", "state", "Gb/s", "rail", "GPUs"):
+        table.add_column(name, no_wrap=True)
+    for index, port in enumerate(node.ports):
+        rail = node.used.index(index) if index in node.used else -1
+        gpus = [str(gpu) for gpu, own in enumerate(node.rail_of_gpu) if own == rail]
+        table.add_row(
+            *(f"P{index}", escape(port.label), port.pci or "virtual"),
+            "?" if port.numa < 0 else str(port.numa),
+            *(escape(port.link_layer), escape(port.state), f"{port.rate_gbits:g}"),
+            *(("-", "") if rail < 0 else (str(rail), ", ".join(gpus))),
+        )
+    return table
+
+
+def _exports(node: Node) -> list[str]:
+    """Return what a shell, or each of several, must be told."""
+    if not node.gpus:
+        return ["no GPU: nothing to export"]
+
+    def of(environment: dict[str, str]) -> list[str]:
+        return [f"export {name}={value}" for name, value in environment.items()]
+
+    alone = of(node.environment(nodes=1))
+    if not node.used:
+        return ["# for this node alone:", *alone]
+    lines = ["# for several nodes like this one, a process a GPU (for one alone, in their place:"]
+    lines.append(f"# {alone[0]})")
+    if node.in_order:
+        return lines + of(node.environment())
+    for gpu in range(len(node.gpus)):
+        lines += [f"# the process of GPU {gpu}:", *of(node.environment(gpu=gpu))]
+    return lines
 
 
 def _console() -> Console:

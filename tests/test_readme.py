@@ -16,6 +16,7 @@ README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\.venv/bin/railwave (simulate.*)$", TEXT, re.M)
 SELECT = re.findall(r"^\.venv/bin/railwave (select.*)\n```\n\n```\n(.*?)```", TEXT, re.M | re.S)
+MACHINE = re.findall(r"^\.venv/bin/railwave ((?:doctor|topo).*)$", TEXT, re.M)
 
 
 def printed_by(call, *args):
@@ -67,6 +68,17 @@ def test_what_else_python_is_shown_runs():
     assert len(blocks) == 1
     printed = printed_by(exec, compile(blocks[0], str(README), "exec"), {})
     assert "('native', " in printed and "('joint', " in printed
+
+
+@pytest.mark.parametrize("command", MACHINE)
+def test_commands_about_the_machine_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = "dispatch will" if command == "doctor" else " GPUs, "
+    assert said in printed_by(main, shlex.split(command))
+
+
+def test_readme_has_commands_about_the_machine():
+    assert [command.split()[0] for command in MACHINE] == ["doctor", "topo"]
 
 
 def test_select_prints_what_it_says(monkeypatch):

@@ -1,10 +1,12 @@
 """The command line: `railwave demo` on made-up routing, `railwave replay` on recorded counts.
 
 `railwave simulate` times schedulers on a simulated cluster; `railwave calibrate` makes a cost table
-of this machine, and `railwave select` explains what one chooses; `railwave clean` removes the
+of this machine, and `railwave select` explains what one chooses; `railwave topo` shows this node's
+GPUs and NICs, `railwave doctor` says whether dispatch will run here; `railwave clean` removes the
 shared memory that killed processes left.
 
-Exit codes: 0, done (and every path is verified); 1, a path is not; 2, a mistake in the call.
+Exit codes: 0, done (and every path is verified, or dispatch will run); 1, a path is not, or dispatch
+will not; 2, a mistake in the call.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from railwave._version import __version__
-from railwave.cli import calibrate, select, simulate, verify
+from railwave.cli import calibrate, machine, select, simulate, verify
 from railwave.cli.options import Parser, add_verbose
 from railwave.cli.output import check_writable, write_json
 
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_command(commands)
     calibrate.add_command(commands)
     select.add_command(commands)
+    machine.add_commands(commands)
     clean = commands.add_parser(
         "clean", help="remove shared memory that killed processes of yours left on this machine"
     )

@@ -1,0 +1,347 @@
+"""`railwave topo` and `railwave doctor`: what they print and judge."""
+
+import doctest
+import importlib.metadata
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from railwave import doctor
+from railwave.discovery import discover
+from railwave.doctor import ERROR, OK, WARNING, Machine, examine
+from railwave.heap import shm
+from test_cli import run
+from test_discovery import Tree, h800, switch
+
+NO_GPU = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path / "sys")
+
+
+@pytest.fixture
+def gpus(tree, monkeypatch):
+    """Return an H800 node whose software is in place."""
+    h800(tree)
+    for module in ("nvshmem", "nvshmem.core", "cuda", "cuda.core"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    software = {"cuda_build": "13.0", "driver": "580.65", "nvlinks": (18,) * 8}
+    return Machine(discover(tree.root), num_gpus=8, **software)
+
+
+def found(machine, name):
+    """Return the findings of a name as (status, text with mend)."""
+    findings = [f for f in examine(machine).findings if f.name == name]
+    assert all(f.mend or f.status == OK for f in findings)
+    return [(f.status, f"{f.found} -> {f.mend}") for f in findings]
+
+
+def only(machine, name):
+    (one,) = found(machine, name)
+    return one
+
+
+# topo
+
+
+def test_topo_prints_the_map_and_what_to_export(tree, tmp_path):
+    h800(tree)
+    file = tmp_path / "node.json"
+    result = run("topo", "--sysfs", tree.root, "--json", file)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    (row,) = [line for line in lines if line.startswith("3 ")]
+    assert row.split()[3:] == [
+        "0000:24:00.0",
+        "0",
+        "3",
+        *["NODE", "NODE", "PIX", "PIX*"],
+        *["SYS"] * 4,
+    ]
+    (row,) = [line for line in lines if line.startswith("P3 ")]
+    assert row.split()[1:] == [
+        "mlx5_3:1",
+        "0000:26:00.0",
+        "0",
+        "InfiniBand",
+        "ACTIVE",
+        *["400", "3", "3"],
+    ]
+    assert "warning" not in result.out
+    exports = dict(line[7:].split("=", 1) for line in lines if line.startswith("export "))
+    node = discover(tree.root)
+    assert exports == node.environment()
+    assert all(len(line) <= 100 for line in lines if not line.startswith("export "))
+    report = json.loads(file.read_text())
+    assert report["rail_of_gpu"] == list(range(8)) and report["environment"] == exports
+    assert report["distance"][0][0] == {"link": "PIX", "hops": 4}
+    assert report["ports"][0]["name"] == "mlx5_0"
+
+
+def test_topo_says_what_is_uneven_and_returns_0(tree):
+    h800(tree, ports=[["ACTIVE"]] * 7 + [["DOWN"]])
+    result = run("topo", "--sysfs", tree.root)
+    assert result.code == 0 and "warning: not active, left out: mlx5_7:1" in result.out
+    assert "mlx5_7" not in result.out.partition("export")[2]
+
+
+def test_topo_gives_each_process_its_own_where_it_must(tree):
+    for g in range(2):
+        tree.gpu(*switch(g, 0, "00.0"), numa=-1)
+        tree.nic(f"mlx5_{1 - g}", *switch(g, 2, "00.0"))
+    out = run("topo", "--sysfs", tree.root).out
+    assert "# the process of GPU 0:\nexport NVSHMEM_ENABLE_NIC_PE_MAPPING=1\n" in out
+    assert "=mlx5_1:1:1\n# the process of GPU 1:" in out
+
+
+def test_topo_without_nics_or_gpus(tree):
+    assert "no GPU: nothing to export" in run("topo", "--sysfs", tree.root).out
+    tree.gpu(*switch(0, 0, "00.0"))
+    out = run("topo", "--sysfs", tree.root).out
+    assert "warning: no active NIC port" in out and "export NVSHMEM_REMOTE_TRANSPORT=none" in out
+
+
+@pytest.mark.parametrize("command", ["topo", "doctor"])
+def test_mistakes_are_named(command, tmp_path):
+    for argv, said in (
+        (["--sysfs", "no/such"], "sysfs must be a folder, got 'no/such'"),
+        (["--json", "no/such/file"], "--json must be in an existing folder"),
+        (["--quick"], "--quick"),
+    ):
+        result = run(command, *argv)
+        assert result.code == 2 and said in result.err and result.out == ""
+
+
+# doctor
+
+
+@NO_GPU
+def test_doctor_on_a_cpu_says_that_dispatch_will_run(tmp_path):
+    file = tmp_path / "found.json"
+    result = run("doctor", "--json", file)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines()[-1] == "dispatch will run, on a CPU, over shared memory"
+    report = json.loads(file.read_text())
+    assert report["runs"] is True and report["wire"] in report["verdict"]
+    names = {finding["name"] for finding in report["findings"]}
+    assert {"python", "torch", "triton", "numpy", "shared memory", "NVSHMEM", "NICs"} <= names
+    assert all(finding["status"] != ERROR for finding in report["findings"])
+
+
+def test_doctor_without_room_in_shared_memory_returns_1(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shm, "free_bytes", lambda: 1 << 20)
+    result = run("doctor")
+    assert result.code == 1 and "--shm-size=1g" in result.out
+    assert result.out.splitlines()[-1] == "dispatch will NOT run: mend shared memory"
+
+
+def test_a_node_of_gpus_that_is_whole(gpus):
+    diagnosis = examine(gpus)
+    assert [f for f in diagnosis.findings if f.status != OK] == []
+    verdict = "dispatch will run, on 8 GPU(s), over mapped memory; between nodes by NVSHMEM over "
+    assert diagnosis.verdict == verdict + "InfiniBand"
+    assert "mapped memory" in only(gpus, "wire within a node")[1]
+    assert "NVSHMEM over InfiniBand: mlx5_0:1, " in only(gpus, "wire between nodes")[1]
+
+
+def test_roce_is_named(tree):
+    tree.gpu(*switch(0, 0, "00.0"))
+    tree.nic("mlx5_0", *switch(0, 2, "00.0"), layer="Ethernet")
+    machine = Machine(discover(tree.root), num_gpus=1)
+    assert "NVSHMEM over RoCE: mlx5_0:1" in only(machine, "wire between nodes")[1]
+
+
+def test_without_a_nic_no_wire_between_nodes_is_possible(tree, gpus):
+    tree = Tree(tree.root.parent / "bare")
+    tree.gpu(*switch(0, 0, "00.0"))
+    machine = replace(gpus, node=discover(tree.root), num_gpus=1)
+    status, text = only(machine, "wire between nodes")
+    assert status == OK and "none possible" in text and "no documented transport over TCP" in text
+    assert found(machine, "NICs")[1][0] == WARNING and examine(machine).runs
+    off = replace(gpus, environment={"NVSHMEM_REMOTE_TRANSPORT": "none"})
+    assert "while NVSHMEM_REMOTE_TRANSPORT is none" in only(off, "wire between nodes")[1]
+
+
+def test_gpus_that_torch_does_not_find(gpus):
+    cpu_build = replace(gpus, num_gpus=0, cuda_build=None)
+    status, text = only(cpu_build, "torch's GPUs")
+    assert status == WARNING and "the node has 8" in text and "CUDA build to use" in text
+    status, text = only(replace(gpus, num_gpus=0), "torch's GPUs")
+    assert status == WARNING and "CUDA_VISIBLE_DEVICES" in text
+
+
+def test_drivers(gpus):
+    assert only(replace(gpus, driver="575.10"), "driver")[0] == WARNING
+    assert only(replace(gpus, driver="575.10", cuda_build="12.9"), "driver")[0] == OK
+    assert "nvidia-ml-py" in only(replace(gpus, driver=""), "driver")[1]
+
+
+def test_versions_are_held_against_what_the_package_allows(gpus, monkeypatch):
+    versions = {"torch": "2.10.1+cu128", "triton": "3.10.0", "numpy": None}
+
+    def version(name):
+        if versions.get(name, "1.0") is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions.get(name, "1.0")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    rules = ["torch>=2.11", "triton>=3.6", "numpy", 'triton-x>=9; extra == "x"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: rules)
+    status, text = only(gpus, "torch")
+    assert status == ERROR and "2.10.1+cu128, but torch>=2.11 is needed" in text
+    assert only(gpus, "triton") == (OK, "3.10.0 (triton>=3.6) -> ")
+    assert only(gpus, "numpy") == (ERROR, "not installed -> pip install 'numpy'")
+    assert not examine(gpus).runs
+
+    def gone(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", gone)
+    assert only(gpus, "railwave")[0] == WARNING and only(gpus, "torch")[0] == OK
+
+
+def bitcode_gives(monkeypatch, result):
+    def device_library(arch):
+        if isinstance(result, Exception):
+            raise result
+        return str(result)
+
+    wire = SimpleNamespace(nvshmem=SimpleNamespace(device_library=device_library))
+    monkeypatch.setattr(doctor, "load", lambda interpret: SimpleNamespace(wire=wire))
+
+
+@pytest.mark.parametrize("error", [ImportError("none here"), RuntimeError("triton 3.6 cannot")])
+def test_bitcode_that_cannot_be_used(gpus, monkeypatch, error):
+    bitcode_gives(monkeypatch, error)
+    assert only(gpus, "NVSHMEM")[0] == ERROR and str(error) in only(gpus, "NVSHMEM")[1]
+    assert only(replace(gpus, num_gpus=0), "NVSHMEM")[0] == OK
+
+
+def test_bitcode_without_its_library(gpus, monkeypatch, tmp_path):
+    bitcode_gives(monkeypatch, tmp_path / "libnvshmem_device.bc")
+    assert only(gpus, "NVSHMEM")[0] == ERROR
+    (tmp_path / "libnvshmem_host.so.3").touch()
+    assert only(gpus, "NVSHMEM")[0] == OK
+
+
+def test_new_bitcode_and_an_old_triton(gpus, monkeypatch):
+    """As `device_library` itself judges them."""
+    nvshmem = doctor.load(interpret=False).wire.nvshmem
+    monkeypatch.setattr(nvshmem, "_version_of", lambda package: "3.8.0")
+    monkeypatch.setattr(nvshmem.triton, "__version__", "3.6.0")
+    status, text = only(gpus, "NVSHMEM")
+    assert status == ERROR and "needs triton 3.7" in text
+
+
+def test_python_bindings_that_are_missing(gpus, monkeypatch):
+    assert only(gpus, "nvshmem4py")[0] == OK
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    status, text = only(gpus, "nvshmem4py")
+    assert status == ERROR and "cuda.core" in text and "railwave[nvshmem]" in text
+
+
+def test_files_that_killed_processes_left(gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(shm, "FOLDER", str(tmp_path))
+    path = f"{tmp_path}/railwave-{os.getuid()}-{'0' * 32}-0"
+    os.close(shm._make(path, 10))
+    room, left = found(gpus, "shared memory")
+    assert room[0] == OK and left[0] == WARNING and left[1].endswith("-> railwave clean")
+    assert Path(path).exists() and examine(gpus).runs
+    monkeypatch.setattr(shm, "FOLDER", f"{tmp_path}/none")
+    assert only(gpus, "shared memory")[0] == OK
+    assert only(replace(gpus, num_gpus=0), "shared memory")[0] == ERROR
+
+
+def test_mps(gpus, tmp_path):
+    place = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert "only ranks that share" in only(replace(gpus, environment=place), "MPS")[1]
+    shared = replace(gpus, environment={**place, "LOCAL_WORLD_SIZE": "32"})
+    status, text = only(shared, "MPS")
+    assert status == WARNING and "32 ranks share 8" in text and "mps-control -d" in text
+    (tmp_path / "control").touch()
+    assert only(shared, "MPS")[0] == OK
+    number = tmp_path / "nvidia-cuda-mps-control.pid"
+    number.write_text(f"{os.getpid()}\n")
+    assert only(shared, "MPS")[0] == OK
+    number.write_text("999999999\n")
+    assert only(shared, "MPS")[0] == WARNING
+
+
+def test_nvlink(gpus):
+    assert only(replace(gpus, nvlinks=None), "NVLink")[0] == WARNING
+    assert only(replace(gpus, nvlinks=(18, 0) * 4), "NVLink")[0] == WARNING
+    status, text = only(replace(gpus, apart=((0, 7),)), "NVLink")
+    assert status == ERROR and "0-7" in text
+    assert found(replace(gpus, num_gpus=1), "NVLink") == []
+
+
+MAPPING = {"NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:8"}
+ON = {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
+LIST = {"NVSHMEM_HCA_LIST": "mlx5_0:1"}
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        ({}, []),
+        ({**MAPPING, **ON}, []),
+        (MAPPING, ["NVSHMEM_HCA_PE_MAPPING has no effect without"]),
+        ({**MAPPING, "NVSHMEM_ENABLE_NIC_PE_MAPPING": "0"}, ["NVSHMEM_HCA_PE_MAPPING has no"]),
+        (LIST, ["NVSHMEM_HCA_LIST has no effect without"]),
+        ({**MAPPING, **ON, **LIST}, ["NVSHMEM_HCA_LIST is set, so NVSHMEM ignores"]),
+        ({**MAPPING, **LIST}, ["NVSHMEM_HCA_LIST is set", "has no effect without"]),
+        ({"NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:1,mlx5_9:1:1", **ON}, ["not active: mlx5_9:1 "]),
+    ],
+)
+def test_variables_that_undo_one_another(gpus, environment, said):
+    results = found(replace(gpus, environment=environment), "environment")
+    if not said:
+        assert [status for status, _ in results] == [OK]
+        return
+    assert len(results) == len(said)
+    for (status, text), part in zip(results, said, strict=True):
+        assert status == WARNING and part in text
+
+
+def test_nvml_says_driver_and_links(monkeypatch):
+    class Error(Exception):
+        pass
+
+    def links(handle, link):
+        if link >= handle:
+            raise Error
+        return 1
+
+    fake = SimpleNamespace(
+        NVMLError=Error,
+        NVML_NVLINK_MAX_LINKS=36,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580.65.06",
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: 18 * index,
+        nvmlDeviceGetNvLinkState=links,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert doctor._ask_nvml() == ("580.65.06", (0, 18))
+
+    def fails():
+        raise Error
+
+    fake.nvmlInit = fails
+    assert doctor._ask_nvml() == ("", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert doctor._ask_nvml() == ("", None)
+
+
+def test_examples_in_docstrings():
+    result = doctest.testmod(doctor)
+    assert result.attempted > 0 and result.failed == 0
