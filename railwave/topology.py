@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from railwave._check import check_index, check_non_negative_int, check_positive_int
-from railwave.discovery import SYSFS, Said, discover, joined
+from railwave.discovery import SYSFS, Said, discover, joined, visible_rails
 from railwave.errors import PeerError
 
 MAX_RANKS = 1 << 20  # both bounds lie far above any cluster, and below what tables would cost
@@ -74,7 +74,8 @@ class Topology:
                 other nodes are taken to be like this one.
             sysfs: where sysfs is mounted.
             group: a torch.distributed group; None for the default one, if torch.distributed is
-                initialised. Local rank l uses GPU l, modulo the GPUs of the node.
+                initialised. Local rank l uses GPU l of those that CUDA_VISIBLE_DEVICES leaves, in
+                PCI order, modulo their number.
 
         Raises:
             ValueError: nodes differ from one another or from `nodes`, or there is neither a GPU nor
@@ -82,13 +83,14 @@ class Topology:
             PeerError: another rank could not look.
         """
         if group is None and not (dist.is_available() and dist.is_initialized()):
-            node = discover(sysfs)
-            if not node.gpus:
+            said = _say(sysfs)
+            if not said.rails:
                 raise ValueError(
                     f"sysfs must show a GPU where there is no group, got none in {sysfs}"
                 )
+            _, rails = joined([said] * len(said.rails))
             nodes = 1 if nodes is None else nodes
-            return cls(nodes, len(node.gpus), node.num_rails, rail_of_gpu=node.rail_of_gpu)
+            return cls(nodes, len(rails), max(rails) + 1, rail_of_gpu=rails)
         found, rails = joined(_gather_nodes(sysfs, group))
         if nodes not in (None, found):
             raise ValueError(
@@ -248,13 +250,20 @@ class Topology:
         return worst
 
 
+def _say(sysfs: str | os.PathLike) -> Said:
+    node = discover(sysfs)
+    # Of another tree than this machine's, all GPUs.
+    here = os.fspath(sysfs) == SYSFS
+    rails = visible_rails(node, os.environ.get("CUDA_VISIBLE_DEVICES") if here else None)
+    return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails)
+
+
 def _gather_nodes(sysfs: str | os.PathLike, group: dist.ProcessGroup | None) -> list[Said]:
     """Exchange what each rank sees of its node; raise on all ranks if one cannot look."""
     said: Said | None = None
     wrong: Exception | None = None
     try:
-        node = discover(sysfs)
-        said = Said(socket.gethostname(), len(node.gpus), node.num_rails, node.rail_of_gpu)
+        said = _say(sysfs)
     except Exception as error:  # whatever it is, the others must hear
         wrong = error
     if dist.get_rank(group) < 0:

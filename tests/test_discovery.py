@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from processes import run_all
-from railwave import PeerError, Topology, discovery
+from railwave import PeerError, Topology, discovery, topology
 from railwave.discovery import LINKS, Gpu, Nic, Said, arrange, discover, joined
 
 IB, ETH = "InfiniBand", "Ethernet"
@@ -365,6 +365,21 @@ def test_nodes_that_agree_are_counted():
     assert joined(said("a", (1, 0), 4)) == (1, (1, 0, 1, 0))  # GPUs are shared
     assert joined(said("a", (2, 2, 5), 2)) == (1, (0, 0))  # rails that no rank uses
     assert joined(said("a", (), 3) + said("b", (), 3)) == (2, (0, 1, 2))
+    each_its_own = [*said("a", (5,), 1), *said("a", (3,), 1)]
+    assert joined(each_its_own) == (1, (1, 0))
+
+
+def test_gpus_that_cuda_hides_are_left_out(tree, monkeypatch):
+    h800(tree)
+    node = discover(tree.root)
+    assert discovery.visible_rails(node, None) == tuple(range(8))
+    assert discovery.visible_rails(node, " 6, 4,8,1") == (6, 4)
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES must be.*'GPU-1a2b'"):
+        discovery.visible_rails(node, "GPU-1a2b")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,5")
+    assert Topology.discover(sysfs=tree.root).gpus_per_node == 8  # of another machine
+    monkeypatch.setattr(topology, "SYSFS", str(tree.root))
+    assert Topology.discover(sysfs=str(tree.root)) == Topology(1, 3, 3, rail_of_gpu=(2, 0, 1))
 
 
 @pytest.mark.parametrize(
