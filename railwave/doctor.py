@@ -106,8 +106,8 @@ def look(sysfs: str | os.PathLike = SYSFS) -> Machine:
 
 def examine(machine: Machine) -> Diagnosis:
     """Judge a machine, and the packages of this Python."""
-    checks = (_versions, _torch, _driver, _nvshmem, _nvshmem4py, _shared_memory, _mps)
-    checks += (_nvlink, _nics, _conflicts, _wires)
+    software = (_versions, _torch, _driver, _nvshmem, _nvshmem4py)
+    checks = (*software, _shared_memory, _mps, _nvlink, _nics, _conflicts, _wires)
     findings = tuple(finding for check in checks for finding in check(machine))
     wire = "on a CPU, over shared memory"
     if machine.num_gpus:
@@ -253,8 +253,14 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
 
 def small_heaps_bytes() -> int:
     """Return the shared memory of 2 x 2 ranks with 128 tokens of 1,024 bfloat16."""
-    sizes = {"num_experts": 8, "top_k": 2, "hidden": 1024, "max_tokens_per_rank": 128}
-    config = Config(Topology(2, 2, 2), dtype=torch.bfloat16, **sizes)
+    config = Config(
+        Topology(2, 2, 2),
+        num_experts=8,
+        top_k=2,
+        hidden=1024,
+        max_tokens_per_rank=128,
+        dtype=torch.bfloat16,
+    )
     return config.layout.size * config.topo.num_ranks
 
 
