@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from railwave import doctor
 from railwave.discovery import discover
@@ -136,7 +137,7 @@ def test_doctor_on_a_cpu_says_that_dispatch_will_run(tmp_path):
 
 
 def test_doctor_without_room_in_shared_memory_returns_1(monkeypatch):
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shm, "free_bytes", lambda: 1 << 20)
     result = run("doctor")
     assert result.code == 1 and "--shm-size=1g" in result.out
@@ -215,7 +216,7 @@ def bitcode_gives(monkeypatch, result):
         return str(result)
 
     wire = SimpleNamespace(nvshmem=SimpleNamespace(device_library=device_library))
-    monkeypatch.setattr(doctor, "load", lambda interpret: SimpleNamespace(wire=wire))
+    monkeypatch.setattr(doctor.software, "load", lambda interpret: SimpleNamespace(wire=wire))
 
 
 @pytest.mark.parametrize("error", [ImportError("none here"), RuntimeError("triton 3.6 cannot")])
@@ -234,7 +235,7 @@ def test_bitcode_without_its_library(gpus, monkeypatch, tmp_path):
 
 def test_new_bitcode_and_an_old_triton(gpus, monkeypatch):
     """As `device_library` itself judges them."""
-    nvshmem = doctor.load(interpret=False).wire.nvshmem
+    nvshmem = doctor.software.load(interpret=False).wire.nvshmem
     monkeypatch.setattr(nvshmem, "_version_of", lambda package: "3.8.0")
     monkeypatch.setattr(nvshmem.triton, "__version__", "3.6.0")
     status, text = only(gpus, "NVSHMEM")
@@ -331,17 +332,17 @@ def test_nvml_says_driver_and_links(monkeypatch):
         nvmlDeviceGetNvLinkState=links,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    assert doctor._ask_nvml() == ("580.65.06", (0, 18))
+    assert doctor.machine._ask_nvml() == ("580.65.06", (0, 18))
 
     def fails():
         raise Error
 
     fake.nvmlInit = fails
-    assert doctor._ask_nvml() == ("", None)
+    assert doctor.machine._ask_nvml() == ("", None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert doctor._ask_nvml() == ("", None)
+    assert doctor.machine._ask_nvml() == ("", None)
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(doctor)
+    result = doctest.testmod(doctor.software)
     assert result.attempted > 0 and result.failed == 0

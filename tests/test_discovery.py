@@ -297,7 +297,7 @@ def fake_nvml(names, fails=""):
 
 def test_nvml_names_gpus_where_it_can(monkeypatch, tree):
     tree.gpu("pci0000:10", "0000:10:01.0", "0000:1a:00.0", numa=1)
-    monkeypatch.setattr(discovery, "SYSFS", str(tree.root))
+    monkeypatch.setattr(discovery.system, "SYSFS", str(tree.root))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800", b"NVIDIA H20"]))
     found = [(gpu.name, gpu.pci, gpu.numa) for gpu in discover(str(tree.root)).gpus]
     assert found == [("NVIDIA H800", "0000:1a:00.0", 1), ("NVIDIA H20", "0001:1a:00.0", -1)]
@@ -441,6 +441,7 @@ def test_the_number_of_nodes_must_be_that_of_hosts(tree, tmp_path):
         dist.destroy_process_group()
 
 
-def test_examples_in_docstrings():
-    result = doctest.testmod(discovery)
+@pytest.mark.parametrize("name", ["agree", "node", "spread"])
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(getattr(discovery, name))
     assert result.attempted > 0 and result.failed == 0

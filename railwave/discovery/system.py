@@ -1,0 +1,130 @@
+"""Ask the system for GPUs and NIC ports: NVML, and files of sysfs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
+
+from railwave.discovery.node import Gpu, Nic, Node
+from railwave.discovery.spread import arrange
+
+SYSFS = "/sys"
+_ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
+_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_NVIDIA = "0x10de"
+_GPU_CLASSES = ("0x0300", "0x0302")  # with and without a display
+
+
+def discover(sysfs: str | os.PathLike = SYSFS) -> Node:
+    """Find the GPUs and ports of this node and arrange them.
+
+    GPUs come from NVML if nvidia-ml-py and a driver are there, else from the PCI devices of sysfs.
+
+    Args:
+        sysfs: where sysfs is mounted; a folder other than /sys is read without asking NVML.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    root = Path(sysfs)
+    if not root.is_dir():
+        raise ValueError(f"sysfs must be a folder, got {os.fspath(sysfs)!r}")
+    found = _nvml_gpus() if os.fspath(sysfs) == SYSFS else None
+    gpus = []
+    for index, (pci, name) in enumerate(found or _sysfs_gpus(root)):
+        path = (root / "bus/pci/devices" / pci).resolve()
+        gpus.append(Gpu(index, name, pci, _numa(path), _pci_path(path)))
+    return arrange(gpus, list(_find_ports(root)))
+
+
+def _nvml_gpus() -> list[tuple[str, str]] | None:
+    """Return (PCI address, name) of each GPU; None if NVML cannot say."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        gpus = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            address = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)  # 00000000:1A:00.0
+            domain, _, rest = address.lower().partition(":")
+            gpus.append((f"{int(domain, 16):04x}:{rest}", _text(pynvml.nvmlDeviceGetName(handle))))
+        return gpus
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # bytes until nvidia-ml-py 11.5
+
+
+def _sysfs_gpus(root: Path) -> list[tuple[str, str]]:
+    gpus = []
+    for device in _entries(root / "bus/pci/devices"):
+        if _read(device / "vendor") == _NVIDIA and _read(device / "class")[:6] in _GPU_CLASSES:
+            gpus.append((device.name, f"NVIDIA {_read(device / 'device')}"))
+    return gpus  # by address, since all parts of one have a fixed width
+
+
+def _find_ports(root: Path) -> Iterable[Nic]:
+    for device in _entries(root / "class/infiniband"):
+        place = (device / "device").resolve()
+        path = _pci_path(place)
+        pci = path[-1] if path else ""
+        numa = _numa(root / "bus/pci/devices" / pci) if pci else -1
+        for port in _entries(device / "ports"):
+            state = _read(port / "state").rpartition(":")[2].strip() or "UNKNOWN"
+            rate = _read(port / "rate").partition(" ")[0]
+            yield Nic(
+                *(device.name, int(port.name), pci, numa),
+                link_layer=_read(port / "link_layer"),
+                state=state,
+                rate_gbits=float(rate) if re.fullmatch(r"\d+(\.\d+)?", rate) else 0.0,
+                path=path,
+            )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """List a folder, mlx5_2 before mlx5_10; nothing if there is none."""
+    if not folder.is_dir():
+        return []
+    return sorted(folder.iterdir(), key=lambda path: _natural(path.name))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    hexadecimal = _ADDRESS.fullmatch(name)
+    parts = [name] if hexadecimal else re.findall(r"\d+|\D+", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _pci_path(place: Path) -> tuple[str, ...]:
+    """Return the part of a device's place that is a path through the PCI tree."""
+    parts = place.parts
+    roots = [i for i, part in enumerate(parts) if _ROOT.fullmatch(part)]
+    if not roots:
+        return ()
+    below = takewhile(_ADDRESS.fullmatch, parts[roots[0] + 1 :])
+    path = (parts[roots[0]], *below)
+    return path if len(path) > 1 else ()
+
+
+def _numa(device: Path) -> int:
+    text = _read(device / "numa_node")
+    return int(text) if re.fullmatch(r"-?\d+", text) else -1
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
