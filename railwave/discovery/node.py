@@ -17,7 +17,7 @@ LINK_MEANING = {
     "NODE": "the same NUMA node",
     "SYS": "another NUMA node",
 }
-INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
+INFINIBAND = "InfiniBand"
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class Gpu:
     name: str
     pci: str  # such as 0000:1a:00.0
     numa: int  # -1: the system does not say
-    path: tuple[str, ...] = field(
-        default=(), repr=False
-    )  # from the host bridge down; () if unknown
+    path: tuple[str, ...] = field(default=(), repr=False)  # from the host bridge; () if unknown
 
 
 @dataclass(frozen=True)
