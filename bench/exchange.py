@@ -71,13 +71,16 @@ def start(options: argparse.Namespace, arguments: list[str]) -> int:
     # Each heap of the process takes its part, and the peer's 3 GiB.
     size = "6G" if options.pes <= vdev.MAX_PES else "3G"
     wanted = {**vdev.ENVIRONMENT, "NVSHMEM_SYMMETRIC_SIZE": size} if on_gpu else {}
-    environment = {"OMP_NUM_THREADS": "1", **wanted, **os.environ}
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    wanted["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+    def environment() -> dict[str, str]:  # once the daemon has named its folders there
+        return {"OMP_NUM_THREADS": "1", **wanted, **os.environ, "PYTHONPATH": wanted["PYTHONPATH"]}
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the daemon is stopped, too
     with (
         mps_daemon() if on_gpu and options.pes > 1 else nullcontext(),
-        subprocess.Popen(command, env=environment) as ranks,
+        subprocess.Popen(command, env=environment()) as ranks,
     ):
         try:
             return ranks.wait()

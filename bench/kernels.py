@@ -134,7 +134,7 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
     scores = torch.rand(sizes.tokens, S.E, **draw)
     topk_idx = scores.topk(sizes.top_k).indices.to(sizes.device)
     record_token, proxy, slot = (pe.ints(S.N, S.T) for _ in range(3))
-    tables = pe.plan(balanced=True)
+    tables, put_words = pe.plan(balanced=True), pe.new_put_words()
 
     def count() -> None:
         pe.kernels.count.count(
@@ -153,8 +153,9 @@ def _planning(sizes: Sizes, nodes: int) -> list[Case]:
 
     def match() -> None:
         pe.kernels.match.match(
-            *(pe.counts, tables, pe.rail_gpus, proxy, slot),
+            *(pe.counts, tables, pe.rail_gpus, proxy, slot, put_words),
             me=pe.pe,
+            record_words=1,
             shape=S,
             block=tiles.match,
         )

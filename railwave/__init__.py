@@ -28,6 +28,7 @@ from railwave.memory import workspace as workspace
 from railwave.memory import workspace_bytes as workspace_bytes
 from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
+from railwave.stats import Stats as Stats
 from railwave.topology import Topology as Topology
 from railwave.workloads import Placement as Placement
 from railwave.world import LocalWorld as LocalWorld
@@ -43,6 +44,7 @@ __all__ = [
     "Plan",
     "ReceiveOverflowError",
     "Received",
+    "Stats",
     "Topology",
     "__version__",
     "check",

@@ -33,6 +33,7 @@ runners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 TABLES = (
     *("received", "record_token", "num_records", "proxy", "slot", "own_rows", "in_rows"),
     *("out_load", "in_load", "quota", "rail_records", "counts", "topk_idx", "topk_weights"),
+    "put_words",
 )
 PLACE_TABLES = ("places", "offsets")
 
@@ -212,8 +213,9 @@ def _(
         **dict.fromkeys(("out_load", "in_load"), (S.N, S.G)),
         **dict.fromkeys(("quota", "rail_records"), (S.N, S.R)),
         **{"topk_idx": of_row, "topk_weights": of_row, "places": (rows, K)},
+        "put_words": (2, S.N + 1),
     }
-    dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32}
+    dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32, "put_words": torch.int64}
     names = (*TABLES, *PLACE_TABLES) if alignment else TABLES
     return [
         *(part.new_empty(given, part.shape[1]) for part in (x, *extras)),
@@ -417,6 +419,7 @@ def _handle(
 ) -> Handle:
     """Put a handle together again."""
     named, exchange = _named(tables, alignment), runner._exchange
+    named["put_words"] = named["put_words"].clone()  # which a combine counts in
     return Handle(
         path=path,
         num_tokens=num_tokens,

@@ -13,6 +13,7 @@ import torch
 
 from railwave.kernels.shape import Format
 from railwave.sched import Decision
+from railwave.stats import Stats, stats_of
 
 STATIC = 1 << 30  # a bit of a dispatch's status: with static shapes
 
@@ -40,7 +41,10 @@ class Handle:
     in_load: torch.Tensor  # (N, G) int32, records each PE of each node put to this node
     quota: torch.Tensor  # (N, R) int32, records of this node that each rail carried to each node
     rail_records: torch.Tensor  # (N, R) int32, the same by the owners' rails
-    exchange: object  # the PE that made it
+    # (2, N + 1) int64, 32-bit words that dispatch and the latest combine put to each node, counted
+    # by the wire kernels; then those of a record, or of a sum, 0 before there was a combine.
+    put_words: torch.Tensor
+    exchange: Any  # the PE that made it
     epoch: int  # the number of its dispatch among that PE's phases
     static_shapes: bool = False  # shapes say nothing of what came; no call waits for the device
     view: bool = False  # rows were handed out where they arrived
@@ -62,6 +66,28 @@ class Handle:
 
     def __reduce__(self) -> Any:
         raise TypeError("a handle cannot be copied or pickled: it belongs to the object it is from")
+
+    def stats(self) -> Stats:
+        """Say what this rank's dispatch put on its rail to each node, and its latest combine.
+
+        As planned, and as the wire kernels counted; a combine that `torch.compile` has in a graph
+        is left out. Waits for the device.
+
+        Returns:
+            `Stats`: rows, `rail_share`, `to_dict`, `to_pandas`. Those of all ranks together are
+            `Stats.total`.
+
+        Example:
+            >>> from railwave import LocalWorld, Topology
+            >>> sizes = dict(num_experts=2, top_k=1, hidden=8, max_tokens_per_rank=3)
+            >>> world = LocalWorld(Topology(2, 1, 1), **sizes)
+            >>> xs, ids = [torch.ones(3, 8).bfloat16()] * 2, [torch.ones(3, 1).long()] * 2
+            >>> first = world.dispatch(xs, ids, [torch.ones(3, 1)] * 2)[0].handle
+            >>> [(p.source, p.destination, p.planned_records, p.put_bytes) for p in
+            ...  first.stats().rows]
+            [(0, 1, 3, 192)]
+        """
+        return stats_of(self)
 
     @property
     def by_token(self) -> Handle:

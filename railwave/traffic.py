@@ -58,13 +58,13 @@ class TrafficRecorder:
         self._in_flight[self.topo.node_of(peer), rail].remove(pe)
 
     def traffic(self, put_words: list[torch.Tensor]) -> Traffic:
-        """Sum the kernels' own counters, (N,) int64 32-bit words a PE, into what was put."""
+        """Sum the kernels' own counters, (N, ...) int64 32-bit words a PE, into what was put."""
         topo = self.topo
         put_bytes = torch.zeros(
             topo.nodes, topo.nodes, topo.rails_per_node, dtype=torch.int64, device="cpu"
         )
         for pe, words in enumerate(put_words):
             rail = topo.rail_of_gpu[topo.local_of(pe)]
-            put_bytes[topo.node_of(pe), :, rail] += words.cpu() * 4
+            put_bytes[topo.node_of(pe), :, rail] += words[: topo.nodes].cpu() * 4
         windows = tuple(frozenset(self._windows[wave]) for wave in sorted(self._windows))
         return Traffic(put_bytes, windows, self.max_fan_in)

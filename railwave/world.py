@@ -332,7 +332,6 @@ class LocalWorld:
         refused: ReceiveOverflowError | None = None
         for exchange in self._exchanges:
             exchange.observer = recorder
-            exchange.put_words.zero_()
         while waiting:
             ready = [pe for pe in waiting if self._ready(pe, waiting[pe]())]
             if not ready:

@@ -51,11 +51,14 @@ def layer(rank, ranks, backend, **more):
                 leaf.grad = None
                 leaf.requires_grad_()
             x, w, experts, shared = leaves
+            torch.compiler.cudagraph_mark_step_begin()
             y = function(rw, x, ids, w, experts, alignment, shared)
             (y * torch.arange(8, device=device)).sum().backward()
+            y = y.detach().clone()  # a graph's next replay writes there
+            torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 served = function(rw, x, ids, w, experts, alignment, shared)
-            runs.append([y.detach(), served, *(leaf.grad for leaf in leaves)])
+            runs.append([y, served.clone(), *(leaf.grad.clone() for leaf in leaves)])
         for got, want in zip(*runs, strict=True):
             if backend == "aot_eager":
                 assert bytes_equal(got, want), alignment

@@ -285,7 +285,7 @@ def replays(rank, nodes, num_replays, wire, more):
     [
         (2, None, {}),
         (4, "nvshmem", {}),
-        (4, None, {"max_recv_rows": 96, "pipeline": False, "num_sms": 4}),
+        (4, None, {"max_recv_rows": 160, "pipeline": False, "num_sms": 4}),
     ],
 )
 def test_a_graph_is_replayed_1000_times_with_other_tokens_and_routing(nodes, wire, more):

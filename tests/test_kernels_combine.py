@@ -145,13 +145,13 @@ def test_copy_in(cluster, num_rows, more, status, data):
     for name, region in {"notify": "messages", "word": "notify", "outbox": "outbox"}.items():
         words_off[f"{name}_off"] = memory.off(region)
     memory.start()
-    state = make_state(epoch=6, notifies=4)
+    state, put_words = make_state(epoch=6, notifies=4), pattern(S.N + 2, dtype=torch.int64)
     reduce.copy_in(
         *(memory.bases, state, words, torch.tensor([num_rows]).int(), load),
-        *(tables.rail_mates(me), counts, tables.expert_start),
+        *(tables.rail_mates(me), counts, tables.expert_start, put_words),
         **{f"{name}_off": memory.off(name) for name in ("rows", "rows_in", "grant")},
         **{"me": me, "row_words": row_words, "most_rows": len(words), **words_off},
-        **{"grant_waves": waves, "status": status},
+        **{"grant_waves": waves, "status": status, "sum_words": 12},
         **{"shape": S, "programs": sizes["programs"]},
         **{"block_m": sizes["block_m"], "block_w": sizes["block_h"]},
     )
@@ -166,6 +166,8 @@ def test_copy_in(cluster, num_rows, more, status, data):
         want_counts[-S.E :] = 0
     memory.check()
     assert torch.equal(counts, want_counts)
+    assert put_words[:-1].tolist() == [0] * S.N + [12]
+    assert same_bytes(put_words[-1:], pattern(1, dtype=torch.int64))
     assert torch.equal(state, make_state(epoch=7, notifies=4 + (status is not None)))
 
 

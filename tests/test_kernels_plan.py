@@ -289,12 +289,15 @@ class Slices:
         counts = torch.full((1 + S.N + S.N * S.G + S.E,), PATTERN, dtype=torch.int32)
         counts[1 : 1 + S.N] = self.records[: S.N, local]
         proxy, slot = pattern(S.N, S.T), pattern(S.N, S.T)
+        put_words = pattern(2, S.N + 1, dtype=torch.int64)
         match.match(
-            *(counts, plan, self.config.tables.rail_gpus, proxy, slot),
+            *(counts, plan, self.config.tables.rail_gpus, proxy, slot, put_words),
             me=self.node * S.G + local,
+            record_words=24,
             shape=S,
             block=block,
         )
+        assert put_words.tolist() == [[0] * S.N + [24], [0] * (S.N + 1)]
         return proxy, slot
 
     def quotas(self, *, balanced):

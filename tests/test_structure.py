@@ -29,6 +29,7 @@ LAYERS = [
     "config",
     "retention",
     "cost_table",
+    "stats",
     "handle",
     "traffic",
     "exchange",

@@ -140,13 +140,14 @@ def _copy_in(
     """Begin the phase; copy the results to where rows are read, unless they are there."""
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     tiles = pe.config.tiles
+    pe.put_words = handle.put_words[1]
     rows = pe.rows(pe.config.max_recv_rows, 4, torch.int32, row_words=sums.row_words)
     there |= words.data_ptr() == rows.data_ptr() and words.stride(0) == rows.stride(0)
     if not there and pe.in_rows(words):
         words = words.clone()  # another part of the view: rows would be copied over one another
     pe.kernels.reduce.copy_in(
         *(pe.heap.bases, pe.state, words, handle.received, handle.out_load, pe.rail_mates),
-        *(pe.counts, pe.expert_start),
+        *(pe.counts, pe.expert_start, pe.put_words),
         rows_off=layout["rows"],
         rows_in_off=layout["rows_in"],
         grant_off=layout["grant"],
@@ -154,6 +155,7 @@ def _copy_in(
         most_rows=0 if there else len(words),
         grant_waves=rounds[0].num_peers if rounds else 0,
         status=status,
+        sum_words=sums.sum_words,
         **pe.notify_args(),
         block_w=tiles.block_w(tiles.block_m),
         **pe.tiles(),

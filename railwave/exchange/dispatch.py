@@ -105,8 +105,12 @@ def _plan(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
 def _repeat(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
     """Only tell all ranks that this one begins: who sends what where is as in an earlier call."""
     pe.begin(call.status)
-    yield from pe.hear_status(host_hears=not pe.device_decides(call.static_shapes))
-    form = {"view": call.view, "row_words": call.fmt.META, "anchor": None}
+    put_words = pe.new_put_words()
+    host_hears = not pe.device_decides(call.static_shapes)
+    counting = {"put_words": put_words, "record_words": call.fmt.RECORD_WORDS}
+    yield from pe.hear_status(host_hears=host_hears, **counting)
+    pe.put_words = put_words[0]
+    form = {"view": call.view, "row_words": call.fmt.META, "anchor": None, "put_words": put_words}
     form |= {"epoch": pe.epoch, "serial": pe.serial, "stream": pe.stream()}
     handle = replace(call.again, **form)
     return Moves(pe, call, handle, handle.in_load)  # row_start is not read
@@ -158,9 +162,12 @@ def _match(
     """Give every record its proxy and slot; keep what a combine needs of the plan."""
     S = pe.config.shape
     proxy, slot = torch.empty_like(record_token), torch.empty_like(record_token)
+    put_words = pe.new_put_words()
+    pe.put_words = put_words[0]
     pe.kernels.match.match(
-        *(pe.counts, plan, pe.rail_gpus, proxy, slot),
+        *(pe.counts, plan, pe.rail_gpus, proxy, slot, put_words),
         me=pe.pe,
+        record_words=call.fmt.RECORD_WORDS,
         shape=S,
         block=pe.config.tiles.match,
     )
@@ -181,6 +188,7 @@ def _match(
         in_load=plan.load[S.N :],
         quota=plan.quota[: S.N],
         rail_records=plan.rail_records[: S.N],
+        put_words=put_words,
         exchange=pe,
         epoch=pe.epoch,
         static_shapes=call.static_shapes,

@@ -106,7 +106,7 @@ class Exchange:
         S = config.shape
         self.counts = self.ints(1 + S.N + S.N * S.G + S.E)
         self.row_index = self.ints(S.T, S.N * S.G)
-        self.put_words = torch.zeros(S.N, dtype=torch.int64, device=device)  # so far
+        self.put_words: torch.Tensor | None = None  # of the phase that runs: (N + 1,) of a handle
         self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
         # A stream for what is packed while a put runs; None: one after the other.
         self.beside = (
@@ -188,6 +188,10 @@ class Exchange:
             "block_m": tiles.block_m,
             "warps": tiles.warps,
         }
+
+    def new_put_words(self) -> torch.Tensor:
+        """Return counters of a dispatch and its combine, (2, N + 1), which a kernel starts."""
+        return torch.empty(2, self.config.topo.nodes + 1, dtype=torch.int64, device=self.device)
 
     def programs(self, this: Round) -> int:
         """Return the programs per peer of a round's launches."""
@@ -332,8 +336,17 @@ class Exchange:
         )
         self.advance()
 
-    def hear_status(self, *, host_hears: bool = True) -> Stages:
+    def hear_status(
+        self,
+        *,
+        host_hears: bool = True,
+        put_words: torch.Tensor | None = None,
+        record_words: int = 0,
+    ) -> Stages:
         """Hear the status of every rank's call and compare it with the own one.
+
+        Args:
+            put_words, record_words: see `kernels.match`; where a phase has no other kernel for it.
 
         Raises:
             CallsDiffer: see `check_plan`.
@@ -343,10 +356,11 @@ class Exchange:
         yield self.all_wait("notify", 0)
         layout = self.heap.layout
         self.kernels.verdict.heard(
-            *(self.heap.bases, self.state),
+            *(self.heap.bases, self.state, put_words),
             me=self.pe,
             notify_off=layout["messages"],
             word_off=layout["notify"],
+            record_words=record_words,
             shape=self.config.shape,
         )
         if host_hears:

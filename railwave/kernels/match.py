@@ -20,12 +20,14 @@ from railwave.sched import assign_ref as assign_ref  # the reference of `match`
 from .lang import i64, iota, jit, tile_sum
 from .quota import PlanTables
 from .shape import Shape
+from .wire import start_counting
 
 
 @jit
 def _match_kernel(
     proxy_ptr,
     slot_ptr,
+    put_words_ptr,
     counts_ptr,
     kept_ptr,
     surplus_start_ptr,
@@ -34,16 +36,22 @@ def _match_kernel(
     deficit_start_ptr,
     rail_gpus_ptr,
     me,
+    record_words,
     S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the proxy and the slot of BLOCK records of this PE that leave its node.
+
+    The first program starts the counters of what is put.
 
     Example: one GPU a rail, C = [5, 0, 1], Q = [2, 2, 2]: records 0-4 of GPU 0 go to proxies
     0, 0, 1, 1, 2 at slots 0, 1, 0, 1, 1; record 0 of GPU 2 stays at its slot 0.
     """
     me: int = i64(me)
     local: int = me % S.G
+    if i64(tl.program_id(0)) == 0:
+        start_counting(put_words_ptr, record_words, S)
+        start_counting(put_words_ptr + (S.N + 1), 0, S)  # of a combine that has not been
     offs = i64(tl.program_id(0)) * BLOCK + iota(BLOCK)
     d = offs // S.T
     i = offs % S.T
@@ -85,8 +93,10 @@ def match(
     rail_gpus: torch.Tensor,
     proxy: torch.Tensor,
     slot: torch.Tensor,
+    put_words: torch.Tensor,
     *,
     me: int,
+    record_words: int,
     shape: Shape,
     block: int,
 ) -> None:
@@ -98,15 +108,18 @@ def match(
         rail_gpus: (R, RAIL_GPUS) int32.
         proxy: out, (N, S.T) int32, local GPU that sends record i to node d.
         slot: out, (N, S.T) int32, its place among what that GPU sends to node d.
+        put_words: out, (2, N + 1) int64: zeros for what dispatch and combine will put, and
+            record_words at the end of the first row.
         me: this PE.
+        record_words: 32-bit words of a record.
         block: records per program, a power of two; results do not depend on it.
 
     Source: Algorithm 1, lines 8-17. Reference: `railwave.sched.assign_ref`.
     """
     S = shape
     _match_kernel[(-(-S.N * S.T // block),)](
-        *(proxy, slot, counts, plan.kept, plan.surplus_start, plan.quota),
-        *(plan.rail_records, plan.deficit_start, rail_gpus, me),
+        *(proxy, slot, put_words, counts, plan.kept, plan.surplus_start, plan.quota),
+        *(plan.rail_records, plan.deficit_start, rail_gpus, me, record_words),
         S=S,
         BLOCK=block,
     )

@@ -26,6 +26,7 @@ from .wire import (
     mark,
     records_in_round,
     share,
+    start_counting,
     tell_node,
     wait_node,
 )
@@ -110,6 +111,7 @@ def _copy_in_kernel(
     rail_mates_ptr,
     counts_ptr,
     expert_start_ptr,
+    put_words_ptr,
     me,
     rows_off,
     rows_in_off,
@@ -120,6 +122,7 @@ def _copy_in_kernel(
     grant_waves,
     most_rows,
     status,
+    sum_words,
     S: tl.constexpr,
     X_WORDS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
@@ -139,6 +142,7 @@ def _copy_in_kernel(
     me: int = i64(me)
     if i64(tl.program_id(0)) == 0:
         tl.store(state_ptr + EPOCH, tl.load(state_ptr + EPOCH) + 1)
+        start_counting(put_words_ptr, sum_words, S)
         if NOTIFY:
             tl.store(state_ptr + NOTIFIES, tl.load(state_ptr + NOTIFIES) + 1)
             tl.store(counts_ptr, status)
@@ -277,6 +281,7 @@ def copy_in(
     rail_mates: torch.Tensor,
     counts: torch.Tensor,
     expert_start: torch.Tensor,
+    put_words: torch.Tensor,
     *,
     me: int,
     rows_off: int,
@@ -289,6 +294,7 @@ def copy_in(
     most_rows: int,
     grant_waves: int,
     status: int | None,
+    sum_words: int,
     shape: Shape,
     programs: int,
     block_m: int,
@@ -305,6 +311,8 @@ def copy_in(
         recv_load: (N, G) int32, records that each PE of each node will put to this node.
         rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
         counts, expert_start, notify_off, word_off, outbox_off: as `notify`.
+        put_words: out, (N + 1,) int64: zeros for what will be put, then sum_words, the 32-bit words
+            from one sum to the next on the wire.
         rows_off: byte offset of the rows region; row_words: words from one row to the next.
         rows_in_off, grant_off: byte offsets of the words rows_in[local GPU], grant[rank].
         most_rows: copy no more; 0 where the outputs lie in the region already.
@@ -314,8 +322,8 @@ def copy_in(
     """
     _copy_in_kernel[(programs,)](
         *(bases, state, words, words.stride(0), received, recv_load, rail_mates),
-        *(counts, expert_start, me, rows_off, rows_in_off, grant_off),
-        *(notify_off, word_off, outbox_off, grant_waves, most_rows, status or 0),
+        *(counts, expert_start, put_words, me, rows_off, rows_in_off, grant_off),
+        *(notify_off, word_off, outbox_off, grant_waves, most_rows, status or 0, sum_words),
         S=shape,
         X_WORDS=words.shape[1],
         ROW_WORDS=row_words,

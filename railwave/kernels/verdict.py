@@ -34,6 +34,7 @@ from .wire import (
     mark,
     own_address,
     signal,
+    start_counting,
     wait_all,
 )
 
@@ -98,9 +99,19 @@ def _verdict_kernel(bases_ptr, state_ptr, me, verdict_off, S: tl.constexpr):
 
 @jit
 def _heard_kernel(
-    bases_ptr, state_ptr, me, notify_off, word_off, S: tl.constexpr, W_P: tl.constexpr
+    bases_ptr,
+    state_ptr,
+    put_words_ptr,
+    me,
+    notify_off,
+    word_off,
+    record_words,
+    S: tl.constexpr,
+    W_P: tl.constexpr,
 ):
     """Wait until every rank's message is here; compare what they say of their calls. One program.
+
+    Where the phase puts records of so many words, it starts the counters.
 
     Example: of ranks 0 to 3 rank 2 says -1 (wrong), the others 7: no rank goes on, the record names
     rank 2 and -1.
@@ -111,23 +122,31 @@ def _heard_kernel(
     ok: int = wait_all(word_ptrs, mark(state_ptr, 0, S), w < S.N * S.G, w, NOTIFY, state_ptr)
     messages_ptr = heap_i32(bases_ptr, me, area(state_ptr, i64(notify_off), S))
     compare_calls(messages_ptr, state_ptr, me, ok, S, W_P)
+    if i64(record_words) > 0:
+        start_counting(put_words_ptr, record_words, S)
+        start_counting(put_words_ptr + (S.N + 1), 0, S)
 
 
 def heard(
     bases: torch.Tensor,
     state: torch.Tensor,
+    put_words: torch.Tensor | None = None,
     *,
     me: int,
     notify_off: int,
     word_off: int,
+    record_words: int = 0,
     shape: Shape,
 ) -> None:
     """Wait for every rank's message; fail the phase if the ranks' calls differ.
 
-    Args: as `notify`.
+    Args: as `notify`, and
+        put_words, record_words: as `match`; None and 0 where it does not start the counters.
     """
     W_P = pow2(shape.N * shape.G)
-    _heard_kernel[(1,)](bases, state, me, notify_off, word_off, S=shape, W_P=W_P)
+    counters = state if put_words is None else put_words
+    args = (bases, state, counters, me, notify_off, word_off, record_words)
+    _heard_kernel[(1,)](*args, S=shape, W_P=W_P)
 
 
 def verdict(

@@ -340,6 +340,14 @@ def records_in_round(load_ptr, peer, first, ROUND_RECORDS: tl.constexpr):
     return clamp(i64(tl.load(load_ptr + peer)) - first, 0, ROUND_RECORDS)
 
 
+@helper
+def start_counting(put_words_ptr, record_words, S: tl.constexpr):
+    """Begin to count what a phase puts to each node: N zeros, then the words of a record."""
+    d = iota(2 * S.N_P)
+    counts = tl.where(d == S.N, d * 0 + record_words, 0)
+    tl.store(put_words_ptr + d, counts, mask=d <= S.N)
+
+
 @jit
 def _put_kernel(
     bases_ptr,
@@ -450,7 +458,7 @@ def put(
     Args:
         bases: (W,) int64, address of every PE's heap.
         state: (STATE_WORDS,) int64 of this PE.
-        put_words: (N,) int64, grows by the 32-bit words put to each node.
+        put_words: (N, ...) int64, grows by the 32-bit words put to each node.
         send_load: (N, G) int32, records that each PE of this node sends to each node.
         rail_mates: (RAIL_GPUS,) int32, local GPUs of this PE's rail, -1 for none.
         me: this PE.
