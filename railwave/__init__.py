@@ -30,6 +30,8 @@ from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
 from railwave.stats import Stats as Stats
 from railwave.topology import Topology as Topology
+from railwave.tracing import merge_traces as merge_traces
+from railwave.tracing import trace as trace
 from railwave.workloads import Placement as Placement
 from railwave.world import LocalWorld as LocalWorld
 
@@ -54,9 +56,11 @@ __all__ = [
     "eplb_bytes",
     "finalize",
     "init",
+    "merge_traces",
     "paper_workspace_bytes",
     "plan",
     "reset",
+    "trace",
     "workspace",
     "workspace_bytes",
 ]

@@ -19,6 +19,7 @@ import torch
 from railwave.config import TEXT_WORDS
 from railwave.errors import PeerTimeoutError
 from railwave.exchange import Exchange, Wait
+from railwave.tracing import waited
 
 GRACE_S = 1.0  # how long a rank that gave up waits to hear who else did
 RESET = 1 << 44  # above any (epoch * LAGS + lag)
@@ -48,11 +49,15 @@ class Meeting:
             heed: return False also once another rank has given this phase up.
         """
         until, pause_s = time.monotonic() + self.deadline_s, 20e-6
-        while self.late(waits):
+        began_ns, last = time.monotonic_ns(), None
+        while late := self.late(waits):
+            last = late[-1]
             if time.monotonic() > until or (heed and self._gone()):
                 return False
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 2e-3)
+        if last:
+            waited(self.exchange.pe, last[0], began_ns, writer=last[1])
         return True
 
     def late(self, waits: list[Wait]) -> list[Late]:

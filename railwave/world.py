@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ from railwave.exchange import (
 from railwave.handle import Handle, Received
 from railwave.heap import LocalHeap
 from railwave.topology import Topology
+from railwave.tracing import waited
 from railwave.traffic import Traffic, TrafficRecorder
 
 TRANSPORT = "one process"  # of a cost table's fingerprint
@@ -330,13 +332,18 @@ class LocalWorld:
         results: list[Any] = [None] * len(stages)
         waiting: dict[int, Waits] = {pe: list for pe in range(len(stages))}
         refused: ReceiveOverflowError | None = None
+        blocked: dict[int, tuple[str, int]] = {}  # what a PE waits for, and since when
         for exchange in self._exchanges:
             exchange.observer = recorder
         while waiting:
             ready = [pe for pe in waiting if self._ready(pe, waiting[pe]())]
+            for pe in waiting.keys() - ready:
+                blocked.setdefault(pe, (waiting[pe]()[0].word, time.monotonic_ns()))
             if not ready:
                 raise RuntimeError(f"railwave: no PE can go on; {self._missing(waiting)}")
             for pe in [self._order.choice(ready)] if self._order else ready:
+                if pe in blocked:
+                    waited(pe, *blocked.pop(pe))
                 try:
                     waiting[pe] = next(stages[pe])
                 except StopIteration as stop:

@@ -32,6 +32,7 @@ LAYERS = [
     "stats",
     "handle",
     "traffic",
+    "tracing",
     "exchange",
     "autograd",
     "_uncompiled",

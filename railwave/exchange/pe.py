@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from railwave import tracing
 from railwave.config import Config, Round
 from railwave.errors import ReceiveOverflowError
 from railwave.handle import STATIC
@@ -102,6 +103,7 @@ class Exchange:
         wire = self.kernels.wire
         self.state = torch.zeros(wire.STATE_WORDS, dtype=torch.int64, device=device)
         self.state[wire.DEADLINE_NS.value] = int(deadline_s * 1e9)
+        tracing.join(self)
         self._make_tables()
         S = config.shape
         self.counts = self.ints(1 + S.N + S.N * S.G + S.E)

@@ -9,8 +9,10 @@ first call, and no environment variable or global setting is read or changed.
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 OPS = (
     *("notify", "verdict", "count", "describe", "quota", "match"),
@@ -18,6 +20,7 @@ OPS = (
 )
 
 _INTERPRETED = f"{__name__}.interpreted"
+_around: Callable[[bool, str, dict[str, Any]], Any] | None = None  # see `trace_launches`
 
 
 def load(*, interpret: bool) -> SimpleNamespace:
@@ -40,7 +43,27 @@ def load(*, interpret: bool) -> SimpleNamespace:
             mirror = ModuleType(package, "This package's files, interpreted.")
             mirror.__path__ = list(__path__)
             sys.modules[package] = mirror
-    return SimpleNamespace(**{op: importlib.import_module(f"{package}.{op}") for op in OPS})
+    modules = SimpleNamespace(**{op: importlib.import_module(f"{package}.{op}") for op in OPS})
+    _trace(package)
+    return modules
+
+
+def trace_launches(around: Callable[[bool, str, dict[str, Any]], Any] | None) -> None:
+    """Have every launch, from now on, run inside `around(interpreted, kernel, scalars)`; None: no.
+
+    Args:
+        around: a context manager of the mode, a kernel's name and its scalar arguments.
+    """
+    global _around
+    _around = around
+    for package in (__name__, _INTERPRETED):
+        if f"{package}.lang" in sys.modules:
+            _trace(package)
+
+
+def _trace(package: str) -> None:
+    around = _around and partial(_around, package == _INTERPRETED)
+    sys.modules[f"{package}.lang"].around_launch = around  # type: ignore[attr-defined]
 
 
 def initialise_modules() -> None:

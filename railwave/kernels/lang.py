@@ -22,6 +22,19 @@ from triton.language import core  # noqa: F401  (see `jit`)
 INTERPRET = __name__.endswith(".interpreted.lang")
 
 
+# Called around every launch while a trace is taken, see `railwave.tracing`: a context manager of a
+# kernel's name and its scalar arguments.
+around_launch = None
+
+
+def _launch(kernel, names, args, launch):
+    if around_launch is None:
+        return launch()
+    scalars = {n: a for n, a in zip(names, args, strict=False) if not n.endswith("_ptr")}
+    with around_launch(kernel.__name__, scalars):
+        return launch()
+
+
 def jit(fn):
     """Decorate a kernel for this module's mode; arguments that are not `*_ptr` are scalars.
 
@@ -35,7 +48,12 @@ def jit(fn):
     if INTERPRET:
         from triton.runtime.interpreter import InterpretedFunction
 
-        kernel = InterpretedFunction(fn)
+        class Interpreted(InterpretedFunction):
+            def run(self, *args, **options):
+                run = super().run
+                return _launch(self, self.arg_names, args, lambda: run(*args, **options))
+
+        kernel = Interpreted(fn)
         # As if they were constexpr: scalar arguments stay Python ints.
         kernel.rewrite().__annotations__.update(dict.fromkeys(scalars, tl.constexpr))
         return kernel
@@ -58,7 +76,12 @@ class _Kernel(triton.JITFunction):
         self._constants = [p.name for p in self.params if p.is_constexpr]
         self._pointers = [i for i, p in enumerate(self.params) if p.name.endswith("_ptr")]
 
-    def run(self, *args, grid, warmup, **options):
+    def run(self, *args, **options):
+        if around_launch is None:
+            return self._run(*args, **options)
+        return _launch(self, self.arg_names, args, lambda: self._run(*args, **options))
+
+    def _run(self, *args, grid, warmup, **options):
         key = [value for name, value in options.items() if name != "extern_libs"]
         for i in self._pointers:
             key += (args[i].dtype, args[i].data_ptr() % 16)

@@ -33,17 +33,20 @@ EPOCH = tl.constexpr(0)  # number of the running phase; its first kernel advance
 NOTIFIES = tl.constexpr(1)  # number of notify exchanges so far; its parity picks the area
 DEADLINE_NS = tl.constexpr(2)  # how long a wait may take
 HOST_FLAG = tl.constexpr(3)  # address of an int64 of the host's that becomes 1 with FAILED, or 0
-FAILED = tl.constexpr(4)  # 1 once a phase has failed; then why, as `fail` was told:
-FAILED_WORD = tl.constexpr(5)
-FAILED_PE = tl.constexpr(6)
-FAILED_SEEN = tl.constexpr(7)
-FAILED_EXPECTED = tl.constexpr(8)
-FAILED_EPOCH = tl.constexpr(9)  # the phase that failed first
-CLOCK_NS = tl.constexpr(10)  # the latest time that a waiting program has seen
-ROWS = tl.constexpr(11)  # that this PE receives in the running dispatch
-DONE = tl.constexpr(12)  # programs of a launch that have ended, see `is_last`
-BAD_IDS = tl.constexpr(13)  # 1 if a token of the running dispatch names no expert
-STATE_WORDS = 14
+NOTES = tl.constexpr(4)  # address of what `note` writes, int64 (1 + 4 * MAX_NOTES,), or 0
+FAILED = tl.constexpr(5)  # 1 once a phase has failed; then why, as `fail` was told:
+FAILED_WORD = tl.constexpr(6)
+FAILED_PE = tl.constexpr(7)
+FAILED_SEEN = tl.constexpr(8)
+FAILED_EXPECTED = tl.constexpr(9)
+FAILED_EPOCH = tl.constexpr(10)  # the phase that failed first
+CLOCK_NS = tl.constexpr(11)  # the latest time that a waiting program has seen
+ROWS = tl.constexpr(12)  # that this PE receives in the running dispatch
+DONE = tl.constexpr(13)  # programs of a launch that have ended, see `is_last`
+BAD_IDS = tl.constexpr(14)  # 1 if a token of the running dispatch names no expert
+STATE_WORDS = 15
+MAX_NOTES = tl.constexpr(1 << 15)
+GRANTED = tl.constexpr(100)  # what a note says beside the words: a grant given, to a node
 
 # The words, each with its writer and readers; an error record holds the position in this tuple.
 # The last two are no words: a record says that a call was wrong or another one, or that rows do not
@@ -165,6 +168,23 @@ def fail(state_ptr, word, pe, seen, expected):
 
 
 @helper
+def note(state_ptr, what, who, began_ns, ended_ns):
+    """Write a note for a trace, if one is taken: what was waited for, and for whom; or a grant.
+
+    Notes beyond MAX_NOTES are counted only.
+    """
+    notes = tl.load(state_ptr + NOTES)
+    if i64(notes) != 0:
+        ptr = notes.to(tl.pointer_type(tl.int64))
+        place: int = i64(tl.atomic_add(ptr, i64(1), sem="relaxed"))
+        if place < MAX_NOTES:
+            tl.store(ptr + 1 + place * 4, what)
+            tl.store(ptr + 2 + place * 4, who)
+            tl.store(ptr + 3 + place * 4, began_ns)
+            tl.store(ptr + 4 + place * 4, ended_ns)
+
+
+@helper
 def is_last(state_ptr):
     """Return 1 to the last program of a launch that comes here, else 0.
 
@@ -194,9 +214,12 @@ def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
     if worst > 0:
         tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed")  # gives the time before
         now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
+        began: int = now + 0
         deadline: int = now + i64(tl.load(state_ptr + DEADLINE_NS))
+        last = late  # as it was before the last poll: who came last
         while worst * ok > 0:
             relax()
+            last = late
             late = behind(word_ptrs, expected, mask)
             worst: int = i64(tile_max(late, 0))
             now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
@@ -205,6 +228,8 @@ def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
                 missing: int = i64(tile_max(tl.where(writers == who, late, 0), 0))
                 fail(state_ptr, word, who, expected - missing, expected)
                 ok: int = ok * 0
+        who: int = i64(tile_min(tl.where(last > 0, writers, 0x7FFFFFFF), 0))
+        note(state_ptr, word, who, began, now)
     tl.debug_barrier()
     return ok
 
@@ -259,6 +284,9 @@ def grant(
     bases = tl.load(bases_ptr + s * S.G + g, mask=mask, other=0)
     ptrs = (bases + (grant_off + me * 8)).to(tl.pointer_type(tl.int64))
     signal(ptrs, value, bases != 0)
+    if i64(tl.load(state_ptr + NOTES)) != 0:
+        now: int = i64(clock_ns())
+        note(state_ptr, GRANTED, s, now, now)
     if S.REMOTE:
         word: int = own_address(bases_ptr, me, grant_off + me * 8)
         RAIL_GPUS: tl.constexpr = S.RAIL_GPUS  # static_range takes nothing else
@@ -482,6 +510,21 @@ def put(
         num_warps=warps,
         **libraries(shape),
     )
+
+
+@jit
+def _stamp_kernel(clock_ptr):
+    """Store the device's time: what the notes of a trace are told by."""
+    tl.store(clock_ptr, i64(clock_ns()))
+
+
+def stamp(clock: torch.Tensor) -> None:
+    """Store the device's time in nanoseconds.
+
+    Args:
+        clock: out, (1,) int64.
+    """
+    _stamp_kernel[(1,)](clock)
 
 
 def put_ref(

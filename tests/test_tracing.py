@@ -1,0 +1,168 @@
+"""Timelines: what is recorded, and that Chrome's and Perfetto's format is kept.
+
+Letters: N nodes, G GPUs a node.
+"""
+
+import doctest
+import json
+import random
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+import railwave
+from heaps import DEVICE, ON_GPU, WIRE
+from processes import run_all
+from railwave import tracing
+from railwave.config import PATHS
+from test_processes import combine, dispatch, init
+from worlds import make_batch, make_outs, make_world
+
+
+def test_the_examples_hold():
+    result = doctest.testmod(tracing)
+    assert result.attempted and not result.failed
+
+
+def check_events(events):
+    """Check required fields, nesting and order in time, of every track."""
+    assert events and {event["ph"] for event in events} <= {"X", "i", "M"}
+    ends, began = {}, {}
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and event["args"]["name"]
+            continue
+        track = event["pid"], event["tid"]
+        assert event["ts"] >= began.get(track, 0.0)
+        began[track] = event["ts"]
+        if event["ph"] == "i":
+            assert event["s"] == "t"
+            continue
+        assert event["dur"] >= 0
+        end = event["ts"] + event["dur"]
+        open_ends = [other for other in ends.get(track, []) if other > event["ts"]]
+        assert all(end <= other + 1e-6 for other in open_ends)  # inside of what is open
+        ends[track] = [*open_ends, end]
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"} == named
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
+    world = make_world(3, 2, 2, staging_records=2)
+    batch = make_batch(world, 4)
+    outs = [out.to(DEVICE) for out in make_outs(batch)]
+    world.combine(outs, [r.handle for r in world.dispatch(*batch.arguments, path=path)])
+    with railwave.trace(tmp_path / "out.json") as trace:
+        received = world.dispatch(*batch.arguments, path=path)
+        world.combine(outs, [r.handle for r in received])
+    world.dispatch(*batch.arguments, path=path)  # which is not in it
+    held = json.loads((tmp_path / "out.json").read_text())
+    check_events(held["traceEvents"])
+    assert held["traceEvents"] == trace.events() and held["otherData"] == {"lost_notes": 0}
+    rounds = len(world.config.rounds(path))
+    for pe in range(6):
+        mine = [span for span in trace.spans if span.pe == pe and span.kind == "stage"]
+        names = [span.name for span in mine]
+        assert names.count("put") == 2 * rounds and names.count("unpack") == rounds
+        assert names.count("count") == names.count("finish") == names.count("final") == 1
+        steps = [span.details["step"] for span in mine if span.name == "unpack"]
+        assert steps == list(range(1, rounds + 1))
+    phases = [e["name"] for e in trace.events() if e.get("cat") == "phase" and e["pid"] == 0]
+    assert phases == ["dispatch", "combine"]
+    grants = [span for span in trace.spans if span.kind == "grant"]
+    # Notify grants a dispatch's first round; native and rail have one round with two peers.
+    assert len(grants) == 6 * (2 if path in ("native", "rail") else rounds - 1 + rounds)
+    summary = trace.summary()
+    assert set(summary.stages) == {s.name for s in trace.spans if s.kind == "stage"}
+    assert "put" in str(summary)
+
+
+def test_pes_that_wait_for_their_turn_are_shown():
+    world = make_world(2, 2, 2, order=random.Random(1))
+    batch = make_batch(world, 4)
+    with railwave.trace() as trace:
+        world.dispatch(*batch.arguments)
+    check_events(trace.events())
+    waits = [span for span in trace.spans if span.kind == "wait"]
+    assert {span.name for span in waits} <= set(WIRE.WORDS) and waits
+    assert set(trace.summary().waits) == {span.name for span in waits}
+
+
+def waiting(rank, folder, in_kernels):
+    """Rank 3 comes late to a dispatch."""
+    rw = init()
+    if in_kernels:  # as on a GPU
+        rw._on_gpu = True
+        rw._meeting.rehearse()
+    batch = make_batch(rw, 4)
+    outs = make_outs(batch)
+    combine(rw, batch, dispatch(rw, batch, "joint"), outs)
+    dist.barrier()
+    with railwave.trace(f"{folder}/out.json") as trace:
+        if rank == 3:
+            time.sleep(0.4)
+        combine(rw, batch, dispatch(rw, batch, "joint"), outs)
+    dist.barrier()
+    check_events(trace.events())
+    waits = [span for span in trace.spans if span.kind == "wait"]
+    summary = trace.summary()
+    rw.close()
+    if rank == 1:  # of the same rail at the other node: it waits for rank 3 itself
+        longest = max(waits, key=lambda span: span.ended_ns - span.began_ns)
+        assert longest.name == "notify" and longest.details == {"for rank": 3}
+        assert 0.2e9 < longest.ended_ns - longest.began_ns < 10e9
+        assert next(iter(summary.waited_for)) == 3 and next(iter(summary.waits)) == "notify"
+    return [span.name for span in trace.spans if span.kind == "grant"]
+
+
+@pytest.mark.skipif(ON_GPU, reason="processes on a CPU")
+@pytest.mark.parametrize("in_kernels", [False, True])
+def test_every_process_writes_what_it_waited_for(in_kernels, tmp_path):
+    grants = run_all(waiting, 4, str(tmp_path), in_kernels)
+    assert all(len(of) == 1 for of in grants)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"out.rank{rank}.json" for rank in range(4)]
+    railwave.merge_traces(files, tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    check_events(events)
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    assert len(events) == sum(len(json.loads(f.read_text())["traceEvents"]) for f in files)
+
+
+def test_wrong_use_is_refused(tmp_path):
+    with railwave.trace(), pytest.raises(RuntimeError, match="a trace is being taken already"):
+        railwave.trace().__enter__()
+    with railwave.trace():
+        pass  # the one before has ended
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"{bad} must be a trace of railwave's")):
+        railwave.merge_traces([bad], tmp_path / "all.json")
+
+
+def test_a_trace_ends_with_an_error_inside_and_nothing_is_recorded_after(tmp_path):
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    with pytest.raises(ValueError, match="path must be one of"), railwave.trace() as trace:
+        world.dispatch(*batch.arguments)
+        world.dispatch(*batch.arguments, path="fast")
+    count = len(trace.spans)
+    world.dispatch(*batch.arguments)
+    assert len(trace.spans) == count > 0
+    assert all(pe.state[WIRE.NOTES.value] == 0 for pe in world._exchanges)
+
+
+def test_notes_beyond_what_there_is_room_for_are_counted():
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    with railwave.trace() as trace:
+        for notes in trace._notes.values():
+            notes[0] = WIRE.MAX_NOTES.value
+        received = world.dispatch(*batch.arguments)
+        world.combine([r.x for r in received], [r.handle for r in received])
+    assert trace.lost == 2 and not [span for span in trace.spans if span.kind == "grant"]
