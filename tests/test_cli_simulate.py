@@ -278,10 +278,8 @@ def test_records_are_the_papers():
     assert _RECORD["record_bytes"] == RECORD_BYTES
 
 
-@pytest.mark.parametrize("name", ["simulation", "plots", "cli.options"])
+@pytest.mark.parametrize("name", ["simulation", "cli.options"])
 def test_examples(name):
-    if name == "plots":
-        pytest.importorskip("matplotlib")
     result = doctest.testmod(importlib.import_module(f"railwave.{name}"))
     assert result.attempted > 0 and result.failed == 0
 

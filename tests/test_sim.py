@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from demands import demands, equal_pairs, random_demand, relabelled, windows_of
 from railwave.sched import SCHEDULERS, Demand, bound_s
-from railwave.sim import INCAST, Fabric, finish_times, max_min_rates, simulate
+from railwave.sim import INCAST, Fabric, finish_times, max_min_rates, node_spans, simulate
 from railwave.topology import Topology
 
 CLOSE = {"rel": 1e-9, "abs": 1e-15}  # float64 sums of some thousand terms
@@ -465,7 +465,31 @@ def test_sprayed_chunks_agree_with_simgrid(simgrid):
     assert ours > 1.1 * bound_s(demand, 25e9)
 
 
-@pytest.mark.parametrize("name", ["fabric", "fair", "simulate"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("incast", INCAST.values())
+def test_spans_end_with_the_schedule(scheduler, incast):
+    """Each pair that sends has a span; the last of a window ends when `simulate` says."""
+    demand = random_demand(Topology(4, 4, 2), seed=2, high=50)
+    fabric = Fabric(
+        3.0, nvlink_bytes_s=20.0, wave_latency_s=1.0, grant_latency_s=2.0, incast=incast
+    )
+    schedule = SCHEDULERS[scheduler](demand)
+    if schedule.order != "barrier":
+        with pytest.raises(ValueError, match=f"order 'barrier', got '{schedule.order}'"):
+            node_spans(schedule, fabric)
+        return
+    spans, result = node_spans(schedule, fabric), simulate(schedule, fabric)
+    columns = schedule.window, schedule.source, schedule.destination
+    sent = sorted(set(zip(*(column.tolist() for column in columns), strict=True)))
+    assert [span[:2] for span in spans] == [(s, d) for _, s, d in sent]
+    assert max(end for *_, end in spans) + result.after_s[-1] == pytest.approx(result.time_s)
+    begins = sorted({begin for _, _, begin, _ in spans})
+    lasts = [max(end for _, _, begin, end in spans if begin == start) for start in begins]
+    used = result.window_s[np.unique(schedule.window)]
+    assert np.subtract(lasts, begins) == pytest.approx(used)
+
+
+@pytest.mark.parametrize("name", ["fabric", "fair", "simulate", "spans"])
 def test_examples_in_docstrings(name):
     result = doctest.testmod(importlib.import_module(f"railwave.sim.{name}"))
     assert result.attempted > 0 and result.failed == 0

@@ -6,5 +6,6 @@ A fluid model: no packets, no switches beyond the NICs' own ports, no loss but w
 from railwave.sim.fabric import INCAST, Fabric
 from railwave.sim.fair import finish_times, max_min_rates
 from railwave.sim.simulate import Result, simulate
+from railwave.sim.spans import node_spans
 
-__all__ = ["INCAST", "Fabric", "Result", "finish_times", "max_min_rates", "simulate"]
+__all__ = ["INCAST", "Fabric", "Result", "finish_times", "max_min_rates", "node_spans", "simulate"]

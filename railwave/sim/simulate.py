@@ -81,7 +81,7 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
     before_s = schedule.before.port_bytes.max(axis=1) / fabric.nvlink_bytes_s
     after_s = schedule.after.port_bytes.max(axis=1) / fabric.nvlink_bytes_s
     window_s, send_flows, receive_flows = _window_times(schedule, fabric)
-    latency_s = _latencies(schedule, fabric)
+    latency_s = latencies(schedule, fabric)
     if schedule.order == "free":
         has_shared_port = (send_flows > 1) | (receive_flows > 1)
         if has_shared_port.any():
@@ -186,8 +186,8 @@ def _fluid(
     return window, finish_times(*flows, fabric.rail_bytes_s, fabric.efficiency)
 
 
-def _latencies(schedule: Schedule, fabric: Fabric) -> np.ndarray:
-    """Return (W,) float64 seconds added to each window that sends anything."""
+def latencies(schedule: Schedule, fabric: Fabric) -> np.ndarray:
+    """Return (W,) float64 seconds added before each window that sends anything."""
     sends = np.bincount(schedule.window, minlength=schedule.num_windows) > 0
     granted = sends & (np.cumsum(sends) > 1) & schedule.granted
     return sends * fabric.wave_latency_s + granted * fabric.grant_latency_s

@@ -1,25 +1,17 @@
-"""Pictures of results, as matplotlib Figures that nothing global knows of: pyplot is not used.
-
-Importing this needs matplotlib: pip install 'railwave[notebook]'. Letters: S schedulers, R rails.
-"""
+"""Draw how long schedulers take and which rails they use. Letters: S schedulers, R rails."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "railwave.plots needs matplotlib: pip install 'railwave[notebook]'"
-    ) from error
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-_BAR, _BOUND, _EVEN = "#4477aa", "#cc3311", "#555555"  # told apart by the colour-blind, too
+from railwave.plots.style import BAR, BOUND, EVEN, MAX_TICKS, set_title
+
 _BAR_HEIGHT = 0.66
 LOG_FROM = 20  # times T*: beyond, a linear axis would hide the short bars
-_MAX_TICKS = 16  # rails that there is room to number
 
 
 def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure:
@@ -54,26 +46,24 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
     for axes in (times, shares):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-    if title:
-        literal = title.replace("$", r"\$")  # a file's name is no formula
-        figure.suptitle(literal, x=0.01, ha="left", fontsize="medium")
+    set_title(figure, title)
     return figure
 
 
 def _draw_times(axes: Axes, rows: Any, bound_us: float) -> None:
     times_ms = [row["time_us"] / 1e3 for row in rows]
-    bars = axes.barh(range(len(rows)), times_ms, _BAR_HEIGHT, color=_BAR)
+    bars = axes.barh(range(len(rows)), times_ms, _BAR_HEIGHT, color=BAR)
     labels = [f"{t:,.2f} ms, {row['speedup']:.2f}×" for t, row in zip(times_ms, rows, strict=True)]
     axes.bar_label(bars, labels, padding=4, fontsize="small")
     bound_ms = bound_us / 1e3
-    axes.axvline(bound_ms, color=_BOUND, linewidth=1.5)
+    axes.axvline(bound_ms, color=BOUND, linewidth=1.5)
     axes.annotate(
         f"T*, no schedule is faster: {bound_ms:,.2f} ms",
         (bound_ms, 1),
         xycoords=("data", "axes fraction"),
         xytext=(0, 3),
         textcoords="offset points",
-        color=_BOUND,
+        color=BOUND,
         ha="left",
         fontsize="small",
     )
@@ -93,10 +83,10 @@ def _draw_shares(axes: Axes, rows: Any) -> None:
     for place, row in enumerate(rows):
         base = place + _BAR_HEIGHT / 2
         heights = [-_BAR_HEIGHT * share / top for share in row["rail_share"]]  # y points down
-        axes.bar(range(num_rails), heights, 0.8, bottom=base, color=_BAR)
-        axes.axhline(base, color=_EVEN, linewidth=0.5)
+        axes.bar(range(num_rails), heights, 0.8, bottom=base, color=BAR)
+        axes.axhline(base, color=EVEN, linewidth=0.5)
         even = base - _BAR_HEIGHT / num_rails / top
-        axes.axhline(even, color=_EVEN, linewidth=0.8, linestyle="dotted")
+        axes.axhline(even, color=EVEN, linewidth=0.8, linestyle="dotted")
         axes.annotate(
             f"max {100 * max(row['rail_share']):.1f} %",
             (1.01, place),
@@ -107,5 +97,5 @@ def _draw_shares(axes: Axes, rows: Any) -> None:
         )
     axes.set_title("rails' shares of the bytes sent (dotted: even)", loc="left", fontsize="small")
     axes.set_xlabel("rail")
-    if num_rails <= _MAX_TICKS:
+    if num_rails <= MAX_TICKS:
         axes.set_xticks(range(num_rails))

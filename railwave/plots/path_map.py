@@ -1,0 +1,129 @@
+"""Draw which path a cost table takes for which traffic, eq. 11 and 12."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from railwave.plots.style import PATH, set_title
+from railwave.sched import Anchor, Scales, select
+from railwave.sched.selector import MIB
+
+_CELLS = 48  # along each axis, beside those that the anchors' bounds add
+_PATHS = tuple(PATH)
+
+
+def plot_path_map(
+    anchors: Sequence[Anchor],
+    scales: Scales,
+    payloads_mib: Sequence[float],
+    *,
+    rho: tuple[float, float] | None = None,
+    kappa: tuple[float, float] = (1.0, 3.2),
+    points: Sequence[tuple[float, float]] = (),
+    title: str = "",
+) -> Figure:
+    """Draw the path that `select` takes over rail skew and receiver concentration.
+
+    A panel a payload. A filled diamond is an anchor near in payload, a hollow one is an anchor of
+    another payload, whose neighbourhood does not reach this panel.
+
+    Args:
+        anchors, scales: of a `CostTable`.
+        payloads_mib: mean remote payload per GPU of each panel, in MiB.
+        rho: range of rho_g to draw, from 1 on. Default: to R, the rails of scales.
+        kappa: range of kappa to draw, from 1 on.
+        points: (rho_g, kappa) of traffic to mark with a cross in every panel.
+        title: a line above.
+
+    Returns:
+        Figure; `figure.savefig(...)` writes it.
+
+    Raises:
+        ValueError: no payload, or an empty range or one below 1; as `select`.
+
+    Source: eq. (11) and (12).
+
+    Example:
+        >>> figure = plot_path_map([Anchor(28, 1, 1, "native")], Scales(rails=8), [28, 56])
+        >>> [axes.get_title() for axes in figure.axes]
+        ['28 MiB a GPU', '56 MiB a GPU']
+    """
+    ranges = {"rho": rho or (1.0, max(2.0, float(scales.rails))), "kappa": kappa}
+    for name, (low, high) in ranges.items():
+        if not 1 <= low < high < np.inf:
+            raise ValueError(f"{name} must be a range from at least 1, got {(low, high)}")
+    if not len(payloads_mib):
+        raise ValueError("payloads_mib must name at least one payload, got none")
+    num_panels = len(payloads_mib)
+    figure = Figure(figsize=(1.4 + 2.6 * num_panels, 3.4), layout="constrained")
+    panels = figure.subplots(1, num_panels, sharex=True, sharey=True, squeeze=False)[0]
+    for axes, payload_mib in zip(panels, payloads_mib, strict=True):
+        _draw_regions(axes, anchors, scales, payload_mib, ranges)
+        _draw_anchors(axes, anchors, scales, payload_mib)
+        for x, y in points:
+            axes.plot(x, y, "x", color="black", markersize=9, markeredgewidth=2, clip_on=False)
+        axes.set_xlim(*ranges["rho"])
+        axes.set_ylim(*ranges["kappa"])
+        axes.set_title(f"{payload_mib:g} MiB a GPU", fontsize="small")
+        axes.set_xlabel("rail skew ρg")
+    panels[0].set_ylabel("receiver concentration κ")
+    _add_legend(figure, anchors, has_points=bool(points))
+    set_title(figure, title)
+    return figure
+
+
+def _draw_regions(
+    axes: Axes,
+    anchors: Sequence[Anchor],
+    scales: Scales,
+    payload_mib: float,
+    ranges: dict[str, tuple[float, float]],
+) -> None:
+    """Fill the plane by what `select` says at the middle of each cell; bounds are cells' edges."""
+    half = {"rho": scales.shape * max(1, scales.rails - 1), "kappa": scales.shape * scales.kappa}
+    edges = {}
+    for name, (low, high) in ranges.items():
+        bounds = [getattr(a, name) + side * half[name] for a in anchors for side in (-1, 1)]
+        inside = [bound for bound in bounds if low < bound < high]
+        edges[name] = np.unique([*np.linspace(low, high, _CELLS + 1), *inside])
+    x, y = ((edge[1:] + edge[:-1]) / 2 for edge in (edges["rho"], edges["kappa"]))
+    traffic = {"payload_bytes": payload_mib * MIB}
+    chosen = [
+        [
+            _PATHS.index(select(anchors, scales, **traffic, rho=float(r), kappa=float(k)).path)
+            for r in x
+        ]
+        for k in y
+    ]
+    colours = ListedColormap(list(PATH.values()))
+    limits = {"vmin": -0.5, "vmax": len(_PATHS) - 0.5}
+    axes.pcolormesh(edges["rho"], edges["kappa"], chosen, cmap=colours, alpha=0.75, **limits)
+
+
+def _draw_anchors(
+    axes: Axes, anchors: Sequence[Anchor], scales: Scales, payload_mib: float
+) -> None:
+    for anchor in anchors:
+        traffic = {"payload_bytes": payload_mib * MIB, "rho": anchor.rho, "kappa": anchor.kappa}
+        near = select([anchor], scales, **traffic).anchor is not None
+        fill = PATH[anchor.path] if near else "none"
+        style = {"markeredgecolor": "black" if near else "#777777", "markerfacecolor": fill}
+        axes.plot(anchor.rho, anchor.kappa, "D", markersize=7, clip_on=False, **style)
+
+
+def _add_legend(figure: Figure, anchors: Sequence[Anchor], *, has_points: bool) -> None:
+    """Name the paths that the table can take, and the marks that are drawn."""
+    paths = [path for path in _PATHS if path in {"joint", *(anchor.path for anchor in anchors)}]
+    handles: list[Patch | Line2D] = [Patch(color=PATH[p], alpha=0.75, label=p) for p in paths]
+    marks = {"anchor": ("D", "#777777")} if anchors else {}
+    marks |= {"this traffic": ("x", "black")} if has_points else {}
+    for label, (mark, colour) in marks.items():
+        handles.append(Line2D([], [], linestyle="", marker=mark, color=colour, label=label))
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize="small")

@@ -1,0 +1,81 @@
+"""Draw how a node's traffic lies on its rails, before and after. Letters: N nodes, R rails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from railwave.plots.style import EVEN, MAX_TICKS, SERIES, check_table, set_title
+
+_PER_LINE = 4  # panels
+
+
+def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
+    """Draw what part of each node's traffic each rail carries: a panel a node, a colour a series.
+
+    Args:
+        loads: by name, such as native and joint, (N, R) bytes or records that each node puts on
+            each rail: `Traffic.rail_bytes()`, `Result.sent_bytes`, or quotas summed. At most 6; the
+            first is drawn in grey. A node's shares are of its own sum, zeros if it sends nothing.
+        title: a line above.
+
+    Returns:
+        Figure; `figure.savefig(...)` writes it.
+
+    Raises:
+        TypeError, ValueError: no tables, too many, or not such tables of one shape.
+
+    Source: Figure 8.
+
+    Example:
+        >>> figure = plot_rail_shares({"native": [[4, 0]], "joint": [[2, 2]]})
+        >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
+        [100.0, 0.0, 50.0, 50.0]
+    """
+    tables = {name: check_table(table, f"loads[{name!r}]") for name, table in loads.items()}
+    shapes = {table.shape for table in tables.values()}
+    if not 1 <= len(tables) <= len(SERIES) or len(shapes) > 1:
+        raise ValueError(
+            f"loads must be 1 to {len(SERIES)} tables of one shape, got "
+            f"{ {name: table.shape for name, table in tables.items()} }"
+        )
+    num_nodes, _ = shapes.pop()
+    shares = {
+        name: 100 * table / np.maximum(table.sum(axis=1, keepdims=True), np.finfo(float).tiny)
+        for name, table in tables.items()
+    }
+    lines, per_line = -(-num_nodes // _PER_LINE), min(num_nodes, _PER_LINE)
+    figure = Figure(figsize=(max(4.0, 2.3 * per_line), 0.5 + 2.1 * lines), layout="constrained")
+    panels = figure.subplots(lines, per_line, sharex=True, sharey=True, squeeze=False)
+    for node, axes in enumerate(panels.flat):
+        if node < num_nodes:
+            _draw_node(axes, {name: share[node] for name, share in shares.items()})
+            axes.set_title(f"node {node}", fontsize="small")
+        else:
+            axes.set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("% of the node's traffic")
+    even, *bars = panels[0, 0].get_legend_handles_labels()[0]  # lines come before bars
+    entries = [*bars, even]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
+    set_title(figure, title)
+    return figure
+
+
+def _draw_node(axes: Axes, shares: Mapping[str, np.ndarray]) -> None:
+    """Draw (R,) percent of each series as a group of bars a rail."""
+    width = 0.8 / len(shares)
+    for place, ((name, share), colour) in enumerate(zip(shares.items(), SERIES, strict=False)):
+        x = np.arange(len(share)) + (place - (len(shares) - 1) / 2) * width
+        axes.bar(x, share, width, color=colour, label=name)
+    num_rails = len(next(iter(shares.values())))
+    even = 100 / num_rails
+    axes.axhline(even, color=EVEN, linewidth=0.8, linestyle="dotted", label=f"even: {even:.3g} %")
+    axes.set_xlabel("rail")
+    if num_rails <= MAX_TICKS:
+        axes.set_xticks(range(num_rails))
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,115 @@
+"""Draw who sends to whom, and when. Letters: N nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from railwave.plots.style import EVEN, node_colour, set_title
+
+_LANE = 0.84  # of the height between two receivers
+_LEAST_LABELLED = 0.035  # of the axis: a shorter bar has no room for its number
+
+Span = tuple[int, int, float, float]  # source node, destination node, begin, end
+
+
+def plot_waves(
+    spans: Sequence[Sequence[float]],
+    *,
+    nodes: int | None = None,
+    xlabel: str = "time (us)",
+    title: str = "",
+) -> Figure:
+    """Draw transfers between nodes over time: a lane a receiver, a bar a sender, with its number.
+
+    Bars that overlap in time share the lane's height: a receiver of one sender at a time has bars
+    of full height, and thin ones show incast.
+
+    Args:
+        spans: (source, destination, begin, end) of each transfer, in any order and any one unit of
+            time: what `railwave.sim.node_spans` returns, or (s, d, wave, wave + 1) for waves alone.
+        nodes: N. Default: one more than the largest node in spans.
+        xlabel: what time is, and its unit.
+        title: a line above.
+
+    Returns:
+        Figure; `figure.savefig(...)` writes it.
+
+    Raises:
+        ValueError: no spans, a node outside [0, N) or equal to its peer, or an end before its
+            begin.
+
+    Example:
+        Nodes 1 and 2 send to node 0 at once, then node 1 to node 2.
+
+        >>> figure = plot_waves([(1, 0, 0, 3), (2, 0, 0, 3), (1, 2, 3, 4)])
+        >>> [round(float(bar.get_height()), 2) for bar in figure.axes[0].patches]
+        [0.42, 0.42, 0.84]
+    """
+    checked = _checked(spans, nodes)
+    num_nodes = nodes or 1 + max(max(s, d) for s, d, _, _ in checked)
+    figure = Figure(figsize=(8, 1.3 + 0.5 * num_nodes), layout="constrained")
+    axes = figure.subplots()
+    last = max(end for *_, end in checked)
+    for receiver in range(num_nodes):
+        _draw_lane(axes, receiver, [span for span in checked if span[1] == receiver], last)
+    axes.set_ylim(num_nodes - 0.5, -0.5)  # node 0 on top
+    axes.set_yticks(range(num_nodes), [f"to node {node}" for node in range(num_nodes)])
+    axes.set_xlim(min(begin for *_, begin, _ in checked), last)
+    axes.set_xlabel(xlabel)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    senders = sorted({source for source, *_ in checked})
+    patches = [Patch(color=node_colour(node), label=f"from {node}") for node in senders]
+    figure.legend(handles=patches, loc="outside right center", frameon=False, fontsize="small")
+    set_title(figure, title)
+    return figure
+
+
+def _draw_lane(axes: Axes, receiver: int, spans: list[Span], last: float) -> None:
+    """Stack a receiver's bars, each on the first line that is free when it begins."""
+    ends: list[float] = []
+    placed: list[tuple[Span, int]] = []
+    for span in sorted(spans, key=lambda span: (span[2], span[0])):
+        free = [line for line, end in enumerate(ends) if end <= span[2]]
+        line = free[0] if free else len(ends)
+        ends[line : line + 1] = [span[3]]
+        placed.append((span, line))
+    height = _LANE / max(1, len(ends))
+    for (source, _, begin, end), line in placed:
+        top = receiver - _LANE / 2 + line * height
+        bar = axes.barh(
+            top + height / 2,
+            end - begin,
+            height,
+            left=begin,
+            color=node_colour(source),
+            edgecolor="white",
+            linewidth=0.8,
+        )
+        if end - begin >= _LEAST_LABELLED * last:
+            axes.bar_label(bar, [str(source)], label_type="center", fontsize="small")
+    axes.axhline(receiver + 0.5, color=EVEN, linewidth=0.3)
+
+
+def _checked(spans: Sequence[Sequence[float]], nodes: int | None) -> list[Span]:
+    checked: list[Span] = []
+    for number, (source, destination, begin, end) in enumerate(spans):
+        pair = int(source), int(destination)
+        if pair[0] == pair[1] or not all(0 <= n < (nodes or math.inf) for n in pair):
+            raise ValueError(
+                f"spans[{number}] must be between two nodes of {nodes or 'any number'}, got {pair}"
+            )
+        if not (math.isfinite(begin) and begin <= end < math.inf):
+            raise ValueError(
+                f"spans[{number}] must be finite and end no sooner than it begins, got "
+                f"{begin} to {end}"
+            )
+        checked.append((*pair, float(begin), float(end)))
+    if not checked:
+        raise ValueError("spans must hold at least one transfer, got none")
+    return checked

@@ -1,0 +1,157 @@
+"""The pictures show the numbers they are given, and refuse what they could not draw."""
+
+import doctest
+import importlib
+import sys
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="needs pip install '.[notebook]'")
+
+import numpy as np
+from matplotlib.colors import to_hex
+
+from railwave.plots import plot_demand, plot_path_map, plot_rail_shares, plot_waves
+from railwave.plots.style import NODE, PATH
+from railwave.sched import Anchor, Scales
+
+
+def labels(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_rail_shares_are_of_each_nodes_own_sum():
+    native, joint = [[6, 2], [0, 0], [1, 3]], [[4, 4], [0, 0], [2, 2]]
+    figure = plot_rail_shares({"native": native, "joint": joint}, title="a $b")
+    heights = [[bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    assert heights == [[75, 25, 50, 50], [0, 0, 0, 0], [25, 75, 50, 50]]
+    assert [axes.get_title() for axes in figure.axes] == ["node 0", "node 1", "node 2"]
+    assert labels(figure) == ["native", "joint", "even: 50 %"]
+    assert figure.get_suptitle() == r"a \$b"
+    assert {axes.lines[0].get_ydata()[0] for axes in figure.axes} == {50}
+
+
+def test_rail_shares_of_many_nodes_fill_lines_of_panels():
+    figure = plot_rail_shares({"native": np.ones((5, 20))})
+    assert [axes.get_visible() for axes in figure.axes] == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    "loads, error, message",
+    [
+        ({}, ValueError, r"loads must be 1 to 6 tables of one shape, got \{\}"),
+        ({"a": [[1]], "b": [[1, 2]]}, ValueError, r"one shape, got .*'a': \(1, 1\)"),
+        (
+            {"a": [1]},
+            ValueError,
+            r"loads\['a'\] must have 2 non-empty dimensions, got shape \(1,\)",
+        ),
+        ({"a": [[1, -2]]}, ValueError, r"at least 0, got -2.0 at \(0, 1\)"),
+        ({"a": [["x"]]}, TypeError, r"loads\['a'\] must be a table of real numbers"),
+    ],
+)
+def test_rail_shares_refuse(loads, error, message):
+    with pytest.raises(error, match=message):
+        plot_rail_shares(loads)
+
+
+def test_demand_numbers_all_but_the_diagonal():
+    figure = plot_demand([[7, 1 << 30, 0], [3 << 29, 7, 0], [0, 0, 7]], unit="GiB")
+    axes, bar = figure.axes
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {(1, 0): "1", (2, 0): "0", (0, 1): "1.5", (2, 1): "0", (0, 2): "0", (1, 2): "0"}
+    assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
+        "to node",
+        "from node",
+        "GiB",
+    )
+    shown = axes.images[0].get_array()
+    assert shown.mask.tolist() == np.eye(3, dtype=bool).tolist() and shown[1, 0] == 1.5
+
+
+def test_demand_of_many_nodes_and_of_nothing():
+    assert not plot_demand(np.ones((17, 17))).axes[0].texts
+    assert [text.get_text() for text in plot_demand(np.zeros((2, 2))).axes[0].texts] == ["0", "0"]
+    assert not plot_demand([[5]]).axes[0].texts
+
+
+def test_demand_refuses():
+    with pytest.raises(ValueError, match=r"unit must be one of .*, got 'GB'"):
+        plot_demand([[0, 1], [1, 0]], unit="GB")
+    with pytest.raises(ValueError, match=r"demand must be of shape \(N, N\), got \(1, 2\)"):
+        plot_demand([[0, 1]])
+
+
+def test_waves_stack_what_overlaps_and_number_it():
+    figure = plot_waves([(1, 0, 0, 2), (2, 0, 1, 3), (3, 0, 2, 4), (0, 2, 0, 4)], nodes=5)
+    (axes,) = figure.axes
+    bars = [(bar.get_x(), bar.get_width(), round(bar.get_height(), 2)) for bar in axes.patches]
+    # To node 0 there are two lines: node 3 begins as node 1 ends, and takes its line.
+    assert bars == [(0, 2, 0.42), (1, 2, 0.42), (2, 2, 0.42), (0, 4, 0.84)]
+    tops = [round(bar.get_y(), 2) for bar in axes.patches]
+    assert tops == [-0.42, 0, -0.42, 1.58]
+    colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
+    assert colours == [NODE[1], NODE[2], NODE[3], NODE[0]]
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "0"]
+    assert labels(figure) == ["from 0", "from 1", "from 2", "from 3"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [
+        f"to node {d}" for d in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    "spans, nodes, message",
+    [
+        ([], None, "spans must hold at least one transfer, got none"),
+        ([(0, 0, 0, 1)], None, r"spans\[0\] must be between two nodes .*, got \(0, 0\)"),
+        ([(0, 2, 0, 1)], 2, r"spans\[0\] must be between two nodes of 2, got \(0, 2\)"),
+        ([(0, 1, 2, 1)], None, r"end no sooner than it begins, got 2 to 1"),
+        ([(0, 1, 0, float("inf"))], None, r"must be finite"),
+    ],
+)
+def test_waves_refuse(spans, nodes, message):
+    with pytest.raises(ValueError, match=message):
+        plot_waves(spans, nodes=nodes)
+
+
+def cell_at(axes, rho, kappa):
+    """Return the path whose colour a panel of a path map has at a point."""
+    (mesh,) = axes.collections
+    corners = mesh.get_coordinates()
+    column = np.searchsorted(corners[0, :, 0], rho) - 1
+    row = np.searchsorted(corners[:, 0, 1], kappa) - 1
+    return list(PATH)[int(mesh.get_array()[row, column])]
+
+
+def test_path_map_draws_what_select_takes():
+    anchors = [Anchor(28, 1, 1, "native"), Anchor(14, 4, 2, "permutation")]
+    figure = plot_path_map(anchors, Scales(rails=8), [28, 14], points=[(2, 1.5)])
+    at_28, at_14 = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["28 MiB a GPU", "14 MiB a GPU"]
+    # 0.02 of the scales: 0.14 of rho, 0.04 of kappa; the bounds are cells' edges.
+    assert cell_at(at_28, 1.139, 1.039) == "native"
+    assert {cell_at(at_28, 1.141, 1.039), cell_at(at_28, 1.139, 1.041)} == {"joint"}
+    assert cell_at(at_14, 3.861, 2.039) == "permutation" and cell_at(at_14, 1.1, 1.01) == "joint"
+    marks = [(line.get_marker(), line.get_markerfacecolor()) for line in at_28.lines]
+    assert marks[:2] == [("D", PATH["native"]), ("D", "none")] and marks[2][0] == "x"
+    assert labels(figure) == ["native", "permutation", "joint", "anchor", "this traffic"]
+
+
+def test_path_map_of_an_empty_table_is_joint():
+    figure = plot_path_map([], Scales(rails=1), [1.0])
+    assert cell_at(figure.axes[0], 1.5, 2.0) == "joint" and labels(figure) == ["joint"]
+
+
+def test_path_map_refuses():
+    with pytest.raises(ValueError, match="payloads_mib must name at least one payload, got none"):
+        plot_path_map([], Scales(rails=8), [])
+    with pytest.raises(ValueError, match=r"rho must be a range from at least 1, got \(0, 2\)"):
+        plot_path_map([], Scales(rails=8), [1], rho=(0, 2))
+
+
+def test_pyplot_stays_out_and_examples_hold():
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    for name in ("comparison", "demand", "path_map", "rails", "style", "waves"):
+        result = doctest.testmod(importlib.import_module(f"railwave.plots.{name}"))
+        assert result.attempted > 0 and result.failed == 0, name
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
