@@ -82,6 +82,13 @@ def test_demand_refuses():
         plot_demand([[0, 1]])
 
 
+def test_waves_give_a_lone_sender_the_whole_lane():
+    """Though others shared it before; 0.1 + 0.2 is a little more than 0.3."""
+    figure = plot_waves([(1, 0, 0, 0.1 + 0.2), (2, 0, 0, 0.1), (3, 0, 0.3, 0.6)])
+    heights = [round(bar.get_height(), 2) for bar in figure.axes[0].patches]
+    assert heights == [0.42, 0.42, 0.84]
+
+
 def test_waves_stack_what_overlaps_and_number_it():
     figure = plot_waves([(1, 0, 0, 2), (2, 0, 1, 3), (3, 0, 2, 4), (0, 2, 0, 4)], nodes=5)
     (axes,) = figure.axes
@@ -133,8 +140,15 @@ def test_path_map_draws_what_select_takes():
     assert {cell_at(at_28, 1.141, 1.039), cell_at(at_28, 1.139, 1.041)} == {"joint"}
     assert cell_at(at_14, 3.861, 2.039) == "permutation" and cell_at(at_14, 1.1, 1.01) == "joint"
     marks = [(line.get_marker(), line.get_markerfacecolor()) for line in at_28.lines]
-    assert marks[:2] == [("D", PATH["native"]), ("D", "none")] and marks[2][0] == "x"
-    assert labels(figure) == ["native", "permutation", "joint", "anchor", "this traffic"]
+    assert marks[:2] == [("D", "none"), ("D", PATH["native"])] and marks[2][0] == "x"
+    marked = ["anchor", "anchor, other payload", "this traffic"]
+    assert labels(figure) == ["native", "permutation", "joint", *marked]
+
+
+def test_path_map_leaves_out_anchors_beyond_its_range():
+    anchors = [Anchor(28, 1, 1, "native"), Anchor(28, 1, 3, "native")]
+    figure = plot_path_map(anchors, Scales(rails=8), [28], rho=(1, 1.3), kappa=(1, 1.1))
+    assert [line.get_ydata()[0] for line in figure.axes[0].lines] == [1]
 
 
 def test_path_map_of_an_empty_table_is_joint():

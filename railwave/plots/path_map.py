@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,6 +18,19 @@ from railwave.sched.selector import MIB
 
 _CELLS = 48  # along each axis, beside those that the anchors' bounds add
 _PATHS = tuple(PATH)
+_NEAR: dict[str, Any] = {"marker": "D", "markersize": 6, "markeredgecolor": "black"}
+_FAR: dict[str, Any] = {
+    "marker": "D",
+    "markersize": 6,
+    "markeredgecolor": "#777777",
+    "markerfacecolor": "none",
+}
+_POINT: dict[str, Any] = {
+    "marker": "x",
+    "markersize": 9,
+    "markeredgecolor": "black",
+    "markeredgewidth": 2,
+}
 
 
 def plot_path_map(
@@ -31,8 +45,8 @@ def plot_path_map(
 ) -> Figure:
     """Draw the path that `select` takes over rail skew and receiver concentration.
 
-    A panel a payload. A filled diamond is an anchor near in payload, a hollow one is an anchor of
-    another payload, whose neighbourhood does not reach this panel.
+    A panel a payload. A diamond with its path's colour is an anchor near in payload; a hollow grey
+    one is an anchor of another payload, whose neighbourhood does not reach this panel.
 
     Args:
         anchors, scales: of a `CostTable`.
@@ -63,12 +77,13 @@ def plot_path_map(
         raise ValueError("payloads_mib must name at least one payload, got none")
     num_panels = len(payloads_mib)
     figure = Figure(figsize=(1.4 + 2.6 * num_panels, 3.4), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.08)  # or the panels' outer ticks meet
     panels = figure.subplots(1, num_panels, sharex=True, sharey=True, squeeze=False)[0]
     for axes, payload_mib in zip(panels, payloads_mib, strict=True):
         _draw_regions(axes, anchors, scales, payload_mib, ranges)
-        _draw_anchors(axes, anchors, scales, payload_mib)
+        _draw_anchors(axes, anchors, scales, payload_mib, ranges)
         for x, y in points:
-            axes.plot(x, y, "x", color="black", markersize=9, markeredgewidth=2, clip_on=False)
+            axes.plot(x, y, clip_on=False, **_POINT)
         axes.set_xlim(*ranges["rho"])
         axes.set_ylim(*ranges["kappa"])
         axes.set_title(f"{payload_mib:g} MiB a GPU", fontsize="small")
@@ -108,22 +123,37 @@ def _draw_regions(
 
 
 def _draw_anchors(
-    axes: Axes, anchors: Sequence[Anchor], scales: Scales, payload_mib: float
+    axes: Axes,
+    anchors: Sequence[Anchor],
+    scales: Scales,
+    payload_mib: float,
+    ranges: dict[str, tuple[float, float]],
 ) -> None:
-    for anchor in anchors:
+    """Mark the anchors in range: one beyond would be drawn outside the axes."""
+    inside = [
+        anchor
+        for anchor in anchors
+        if all(low <= getattr(anchor, name) <= high for name, (low, high) in ranges.items())
+    ]
+
+    def is_near(anchor: Anchor) -> bool:
         traffic = {"payload_bytes": payload_mib * MIB, "rho": anchor.rho, "kappa": anchor.kappa}
-        near = select([anchor], scales, **traffic).anchor is not None
-        fill = PATH[anchor.path] if near else "none"
-        style = {"markeredgecolor": "black" if near else "#777777", "markerfacecolor": fill}
-        axes.plot(anchor.rho, anchor.kappa, "D", markersize=7, clip_on=False, **style)
+        return select([anchor], scales, **traffic).anchor is not None
+
+    for anchor in sorted(inside, key=is_near):  # filled ones on top
+        style = _NEAR | {"markerfacecolor": PATH[anchor.path]} if is_near(anchor) else _FAR
+        axes.plot(anchor.rho, anchor.kappa, clip_on=False, **style)
 
 
 def _add_legend(figure: Figure, anchors: Sequence[Anchor], *, has_points: bool) -> None:
     """Name the paths that the table can take, and the marks that are drawn."""
     paths = [path for path in _PATHS if path in {"joint", *(anchor.path for anchor in anchors)}]
     handles: list[Patch | Line2D] = [Patch(color=PATH[p], alpha=0.75, label=p) for p in paths]
-    marks = {"anchor": ("D", "#777777")} if anchors else {}
-    marks |= {"this traffic": ("x", "black")} if has_points else {}
-    for label, (mark, colour) in marks.items():
-        handles.append(Line2D([], [], linestyle="", marker=mark, color=colour, label=label))
+    marks: dict[str, dict[str, Any]] = {}
+    if anchors:
+        marks = {"anchor": _NEAR | {"markerfacecolor": "white"}, "anchor, other payload": _FAR}
+    if has_points:
+        marks["this traffic"] = _POINT
+    for label, style in marks.items():
+        handles.append(Line2D([], [], linestyle="", label=label, **style))
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize="small")

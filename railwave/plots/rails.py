@@ -49,7 +49,7 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
         for name, table in tables.items()
     }
     lines, per_line = -(-num_nodes // _PER_LINE), min(num_nodes, _PER_LINE)
-    figure = Figure(figsize=(max(4.0, 2.3 * per_line), 0.5 + 2.1 * lines), layout="constrained")
+    figure = Figure(figsize=(max(4.0, 2.3 * per_line), 0.6 + 2.1 * lines), layout="constrained")
     panels = figure.subplots(lines, per_line, sharex=True, sharey=True, squeeze=False)
     for node, axes in enumerate(panels.flat):
         if node < num_nodes:
@@ -58,7 +58,7 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
         else:
             axes.set_visible(False)
     for axes in panels[:, 0]:
-        axes.set_ylabel("% of the node's traffic")
+        axes.set_ylabel("share (%)")
     even, *bars = panels[0, 0].get_legend_handles_labels()[0]  # lines come before bars
     entries = [*bars, even]
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)

@@ -14,6 +14,8 @@ from railwave.plots.style import EVEN, node_colour, set_title
 _LANE = 0.84  # of the height between two receivers
 _LEAST_LABELLED = 0.035  # of the axis: a shorter bar has no room for its number
 
+_CLOSE = 1e-9  # of the axis: sums of times that are equal differ by what float64 rounds
+
 Span = tuple[int, int, float, float]  # source node, destination node, begin, end
 
 
@@ -26,8 +28,8 @@ def plot_waves(
 ) -> Figure:
     """Draw transfers between nodes over time: a lane a receiver, a bar a sender, with its number.
 
-    Bars that overlap in time share the lane's height: a receiver of one sender at a time has bars
-    of full height, and thin ones show incast.
+    Bars that overlap in time share the lane's height: a bar of full height is a receiver's only
+    sender, and thin ones show incast.
 
     Args:
         spans: (source, destination, begin, end) of each transfer, in any order and any one unit of
@@ -71,29 +73,43 @@ def plot_waves(
 
 
 def _draw_lane(axes: Axes, receiver: int, spans: list[Span], last: float) -> None:
-    """Stack a receiver's bars, each on the first line that is free when it begins."""
-    ends: list[float] = []
-    placed: list[tuple[Span, int]] = []
-    for span in sorted(spans, key=lambda span: (span[2], span[0])):
-        free = [line for line, end in enumerate(ends) if end <= span[2]]
-        line = free[0] if free else len(ends)
-        ends[line : line + 1] = [span[3]]
-        placed.append((span, line))
-    height = _LANE / max(1, len(ends))
-    for (source, _, begin, end), line in placed:
-        top = receiver - _LANE / 2 + line * height
-        bar = axes.barh(
-            top + height / 2,
-            end - begin,
-            height,
-            left=begin,
-            color=node_colour(source),
-            edgecolor="white",
-            linewidth=0.8,
-        )
-        if end - begin >= _LEAST_LABELLED * last:
-            axes.bar_label(bar, [str(source)], label_type="center", fontsize="small")
+    for together in _groups(spans, last):
+        ends: list[float] = []
+        lines = [_free_line(ends, span, last) for span in together]
+        height = _LANE / len(ends)
+        for (source, _, begin, end), line in zip(together, lines, strict=True):
+            bar = axes.barh(
+                receiver - _LANE / 2 + (line + 0.5) * height,
+                end - begin,
+                height,
+                left=begin,
+                color=node_colour(source),
+                edgecolor="white",
+                linewidth=0.8,
+            )
+            if end - begin >= _LEAST_LABELLED * last:
+                axes.bar_label(bar, [str(source)], label_type="center", fontsize="small")
     axes.axhline(receiver + 0.5, color=EVEN, linewidth=0.3)
+
+
+def _groups(spans: list[Span], last: float) -> list[list[Span]]:
+    """Part a receiver's spans, by begin, where no earlier one is still going on."""
+    groups: list[list[Span]] = []
+    latest = -math.inf
+    for span in sorted(spans, key=lambda span: (span[2], span[0])):
+        if span[2] >= latest - _CLOSE * last:
+            groups.append([])
+        groups[-1].append(span)
+        latest = max(latest, span[3])
+    return groups
+
+
+def _free_line(ends: list[float], span: Span, last: float) -> int:
+    """Take the first line of a group whose last bar has ended, or a new one."""
+    free = [line for line, end in enumerate(ends) if end <= span[2] + _CLOSE * last]
+    line = free[0] if free else len(ends)
+    ends[line : line + 1] = [span[3]]
+    return line
 
 
 def _checked(spans: Sequence[Sequence[float]], nodes: int | None) -> list[Span]:
