@@ -112,6 +112,7 @@ def test_waves_stack_what_overlaps_and_number_it():
         ([], None, "spans must hold at least one transfer, got none"),
         ([(0, 0, 0, 1)], None, r"spans\[0\] must be between two nodes .*, got \(0, 0\)"),
         ([(0, 2, 0, 1)], 2, r"spans\[0\] must be between two nodes of 2, got \(0, 2\)"),
+        ([(0, 0.5, 0, 1)], None, r"between two nodes .*, got \(0, 0.5\)"),
         ([(0, 1, 2, 1)], None, r"end no sooner than it begins, got 2 to 1"),
         ([(0, 1, 0, float("inf"))], None, r"must be finite"),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -76,8 +77,8 @@ def plot_path_map(
     if not len(payloads_mib):
         raise ValueError("payloads_mib must name at least one payload, got none")
     num_panels = len(payloads_mib)
-    figure = Figure(figsize=(1.4 + 2.6 * num_panels, 3.4), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.08)  # or the panels' outer ticks meet
+    layout = ConstrainedLayoutEngine(wspace=0.08)  # less, and the panels' outer ticks meet
+    figure = Figure(figsize=(1.4 + 2.6 * num_panels, 3.4), layout=layout)
     panels = figure.subplots(1, num_panels, sharex=True, sharey=True, squeeze=False)[0]
     for axes, payload_mib in zip(panels, payloads_mib, strict=True):
         _draw_regions(axes, anchors, scales, payload_mib, ranges)
@@ -118,8 +119,15 @@ def _draw_regions(
         for k in y
     ]
     colours = ListedColormap(list(PATH.values()))
-    limits = {"vmin": -0.5, "vmax": len(_PATHS) - 0.5}
-    axes.pcolormesh(edges["rho"], edges["kappa"], chosen, cmap=colours, alpha=0.75, **limits)
+    axes.pcolormesh(
+        edges["rho"],
+        edges["kappa"],
+        chosen,
+        cmap=colours,
+        vmin=-0.5,
+        vmax=len(_PATHS) - 0.5,
+        alpha=0.75,
+    )
 
 
 def _draw_anchors(

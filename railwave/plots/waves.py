@@ -116,9 +116,11 @@ def _checked(spans: Sequence[Sequence[float]], nodes: int | None) -> list[Span]:
     checked: list[Span] = []
     for number, (source, destination, begin, end) in enumerate(spans):
         pair = int(source), int(destination)
-        if pair[0] == pair[1] or not all(0 <= n < (nodes or math.inf) for n in pair):
+        in_range = all(0 <= node < (nodes or math.inf) for node in pair)
+        if pair != (source, destination) or pair[0] == pair[1] or not in_range:
             raise ValueError(
-                f"spans[{number}] must be between two nodes of {nodes or 'any number'}, got {pair}"
+                f"spans[{number}] must be between two nodes of {nodes or 'any number'}, got "
+                f"{(source, destination)}"
             )
         if not (math.isfinite(begin) and begin <= end < math.inf):
             raise ValueError(
