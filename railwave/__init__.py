@@ -26,6 +26,7 @@ from railwave.memory import eplb_bytes as eplb_bytes
 from railwave.memory import paper_workspace_bytes as paper_workspace_bytes
 from railwave.memory import workspace as workspace
 from railwave.memory import workspace_bytes as workspace_bytes
+from railwave.port_counters import PortCounters as PortCounters
 from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
 from railwave.stats import Stats as Stats
@@ -44,6 +45,7 @@ __all__ = [
     "PeerTimeoutError",
     "Placement",
     "Plan",
+    "PortCounters",
     "ReceiveOverflowError",
     "Received",
     "Stats",

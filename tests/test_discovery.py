@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from processes import run_all
-from railwave import PeerError, Topology, discovery, topology
+from railwave import PeerError, PortCounters, Stats, Topology, discovery, port_counters, topology
 from railwave.discovery import LINKS, Gpu, Nic, Said, arrange, discover, joined
+from railwave.stats import Put
 
 IB, ETH = "InfiniBand", "Ethernet"
 
@@ -445,3 +446,44 @@ def test_the_number_of_nodes_must_be_that_of_hosts(tree, tmp_path):
 def test_examples_in_docstrings(name):
     result = doctest.testmod(getattr(discovery, name))
     assert result.attempted > 0 and result.failed == 0
+
+
+def count(tree, label, sent, received):
+    """Set the counters of a port, in words."""
+    name, _, port = label.partition(":")
+    folder = tree.root / "class/infiniband" / name / "ports" / port / "counters"
+    folder.mkdir(exist_ok=True)
+    (folder / "port_xmit_data").write_text(f"{sent}\n")
+    (folder / "port_rcv_data").write_text(f"{received}\n")
+
+
+def test_port_counters_stand_beside_what_was_put(tree):
+    """Two GPUs with a NIC each; a third port counts nothing."""
+    for number in range(2):
+        tree.gpu(*switch(number, 0, "00.0"))
+        tree.nic(f"mlx5_{number}", *switch(number, 1, "00.0"))
+        count(tree, f"mlx5_{number}:1", 1000 * number, 7)
+    tree.nic("mlx5_2", *switch(2, 0, "00.0"))
+    with PortCounters(tree.root) as ports:
+        count(tree, "mlx5_0:1", 100, 7)
+        count(tree, "mlx5_1:1", 1025, 8)
+    found = [(row.port, row.rail, row.sent_bytes, row.received_bytes) for row in ports.rows()]
+    assert found == [("mlx5_0:1", 0, 400, 0), ("mlx5_1:1", 1, 100, 4)]
+    assert [row.put_bytes for row in ports.rows()] == [None, None]
+    put = [
+        Put("dispatch", node, 0, rail, 1, 1, 1, 64, 64 * (1 + rail))
+        for node, rail in [(0, 0), (0, 1), (1, 1)]
+    ]
+    stats = Stats(tuple(put))
+    assert ports.to_dict(stats)["put_bytes"] == [64, 256]
+    assert ports.to_dict([stats], source=0)["put_bytes"] == [64, 128]
+    assert list(ports.to_pandas(stats)["port"]) == ["mlx5_0:1", "mlx5_1:1"]
+    assert doctest.testmod(port_counters).failed == 0
+
+
+def test_a_node_without_counters_has_no_rows(tmp_path):
+    with PortCounters(tmp_path) as ports:
+        pass
+    assert ports.rows() == [] and next(iter(ports.to_pandas())) == "port"
+    with pytest.raises(ValueError, match="sysfs must be a folder"):
+        PortCounters(tmp_path / "no")

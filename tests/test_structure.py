@@ -30,6 +30,7 @@ LAYERS = [
     "retention",
     "cost_table",
     "stats",
+    "port_counters",
     "handle",
     "traffic",
     "tracing",
