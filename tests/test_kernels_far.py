@@ -4,7 +4,7 @@ Case D1. Four nodes of one GPU; every PE's heap is the same sparse one. Tables a
 large as declared, but only the pages of a few records are ever touched.
 
 Not here: products that need all records or tokens below them to be moved first (a chunk's start in
-`put`, `local`, `finish`, `copy_in`, `own`, `final`) or a grid of 2**31 records (`match`).
+`put`, `local`, `finish`, `place`, `copy_in`, `own`, `final`) or a grid of 2**31 records (`match`).
 
 Letters: N nodes, T tokens, P the most records of a proxy.
 """
@@ -19,7 +19,7 @@ from heaps import KERNELS, WIRE, make_config, make_state, mark, sparse
 from railwave.kernels.shape import make_format
 
 pack, unpack = KERNELS.pack, KERNELS.unpack
-combine, reduce = KERNELS.combine, KERNELS.reduce
+combine, group, reduce = KERNELS.combine, KERNELS.group, KERNELS.reduce
 
 T, P, PEERS = 2**30, 2**28, 3
 FMT = make_format(payload_bytes=16, top_k=2, gpus_per_node=1)  # 16 words a record, 12 a row
@@ -225,3 +225,35 @@ def test_case_d1_reduce(world):
     )
     send = world.region(SEND, PEERS, round_records, words, dtype=torch.float32)
     assert torch.equal(send[:, 0, :HIDDEN], SUM.expand(PEERS, HIDDEN))
+
+
+PLACE = 2**29 + 3  # of rows by expert, of 4 words
+
+
+def test_case_d1_spread(world):
+    """A row that arrived far into the heap goes to a far place."""
+    row = world.region(RECV, 1, FMT.META)
+    row[0, : FMT.X_WORDS] = torch.tensor([1, 2, 3, 4])
+    set_words(world, mark(world.config, 1))
+    words, counts = sparse(PLACE + 3, 4), torch.tensor([PLACE + 3, 1, 0]).int()
+    group.spread(
+        *(words, world.bases, make_state(), torch.tensor([1, 0, 0]).int()),
+        *(torch.tensor([[PLACE, -1]]).int(), counts, torch.tensor([PLACE, PLACE + 3, 0]).int()),
+        **{"me": 0, "rows_off": RECV, "delivered_off": WORD["delivered"], "alignment": 3},
+        **{"zero_padding": True, "shape": world.shape, "fmt": FMT, "block_w": 4, **SIZES},
+    )
+    assert words[PLACE:].tolist() == [[1, 2, 3, 4], [0] * 4, [0] * 4]
+
+
+def test_case_d1_gather(world):
+    words = sparse(PLACE + 1, 4)
+    words.view(torch.float32)[PLACE, :3] = SUM
+    weights = sparse(PLACE + 1, dtype=torch.float32)
+    weights[PLACE] = 2.0
+    group.gather(
+        *(world.bases, make_state(), words, weights, torch.tensor([[-1, PLACE]]).int()),
+        torch.tensor([1]).int(),
+        **{"me": 0, "rows_off": RECV, "row_words": 4, "most_rows": 1, "hidden": HIDDEN},
+        **{"dtype": torch.float32, "block_h": 4, **SIZES},
+    )
+    assert torch.equal(world.region(RECV, 1, 4, dtype=torch.float32)[0, :3], 2 * SUM)
