@@ -1,0 +1,76 @@
+"""Settings of Sphinx; `make docs` builds the site, without a warning."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from railwave._version import __version__
+
+project = "railwave"
+author = project_copyright = "railwave contributors"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"railwave {release}"
+html_static_path: list[str] = []
+html_copy_source = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_class_signature = "mixed"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Source"]
+napoleon_use_rtype = False
+
+_MARKUP = re.compile(r"(`[^`]+`)|([*|])|(?<=\w)_(?!\w)")
+
+
+def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text: `code` becomes code, and * | _ stand for themselves."""
+    _describe_fields(thing, lines)
+    example = False
+    for place, line in enumerate(lines):
+        example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
+        if not example:
+            lines[place] = _MARKUP.sub(_escaped, line)
+
+
+def _escaped(found: re.Match) -> str:
+    return f"`{found[1]}`" if found[1] else f"\\{found[0]}"
+
+
+def _describe_fields(thing: Any, lines: list[str]) -> None:
+    """Add the comments beside a dataclass's fields, where its docstring does not list them."""
+    if not (inspect.isclass(thing) and hasattr(thing, "__dataclass_fields__")):
+        return
+    if any(line.strip() in ("Args:", "Attributes:") for line in lines):
+        return
+    source = inspect.getsource(thing).splitlines()
+    found = []
+    for field in ast.parse(inspect.cleandoc("\n".join(source))).body[0].body:
+        if isinstance(field, ast.AnnAssign) and not field.target.id.startswith("_"):
+            beside = source[field.end_lineno - 1][field.end_col_offset :].partition("#")[2]
+            text = beside.strip() or ast.unparse(field.annotation)
+            found.append(f"    {field.target.id}: {text}")
+    lines += ["", "Attributes:", *found, ""] if found else []
+
+
+def setup(app: Any) -> None:
+    """Connect the hook, before napoleon's."""
+    app.connect("autodoc-process-docstring", plain_text, priority=400)
