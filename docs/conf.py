@@ -43,6 +43,8 @@ _MARKUP = re.compile(r"(`[^`]+`)|([*|])|(?<=\w)_(?!\w)")
 
 def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are plain text: `code` becomes code, and * | _ stand for themselves."""
+    if what == "data":  # what its type says of itself
+        lines.clear()
     _describe_fields(thing, lines)
     example = False
     for place, line in enumerate(lines):
