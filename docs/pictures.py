@@ -70,7 +70,8 @@ def rails() -> Figure:
     for rail, records in enumerate(slice_counts):
         y = 7.1 - 2 * rail
         axes.plot([3.4, 7.0], [y, y], color=NODE_COLOURS[rail], linewidth=1 + records / 4)
-        axes.text(5.2, y + 0.62, f"{records} record{'s' * (records > 1)}", ha="center", fontsize=9, color=DARK)
+        text = f"{records} record{'s' * (records > 1)}"
+        axes.text(5.2, y + 0.62, text, ha="center", fontsize=9, color=DARK)
     axes.text(
         *(5.2, -0.35, "the slice (0, 1), by its owners' rails"),
         **{"ha": "center", "fontsize": 9, "color": DARK},
