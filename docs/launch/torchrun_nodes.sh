@@ -19,8 +19,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export CUDA_DEVICE_ORDER=PCI_BUS_ID               # as railwave topo numbers GPUs
 export RAILWAVE_DEADLINE_S="${RAILWAVE_DEADLINE_S:-300}"
 
+if [ "$NODES" = 1 ]; then
+    where=(--standalone)
+else
+    where=(--nnodes="$NODES" --node-rank="$NODE_RANK")
+    where+=(--master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
+fi
+
 "$PYTHON" -m railwave doctor
-exec "$PYTHON" -m torch.distributed.run \
-    --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$GPUS_PER_NODE" \
-    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
+exec "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc-per-node="$GPUS_PER_NODE" \
     docs/launch/with_rails.py "$@"

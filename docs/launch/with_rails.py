@@ -3,8 +3,9 @@
     torchrun ... docs/launch/with_rails.py PROGRAM [ARGUMENTS]
     torchrun ... docs/launch/with_rails.py -m MODULE [ARGUMENTS]
 
-Each process gets a mapping of its own, so it does not matter in which order GPUs use rails. GPUs are
-numbered in PCI order here: set CUDA_DEVICE_ORDER=PCI_BUS_ID where CUDA would number them otherwise.
+Each process gets a mapping of its own, so it does not matter in which order GPUs use rails. GPUs
+are numbered in PCI order here: set CUDA_DEVICE_ORDER=PCI_BUS_ID where CUDA would number them
+otherwise.
 What the environment already says of the mapping is left alone.
 """
 
