@@ -290,8 +290,8 @@ class Communicator:
             RuntimeError: a CUDA graph is being captured, without static shapes or for the first
                 time.
 
-            With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and
-            all need `reset` before they go on: the one that is wrong, too.
+        With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and all
+        need `reset` before they go on: the one that is wrong, too.
         """
         if torch.compiler.is_compiling():
             return self._compiled_dispatch(
