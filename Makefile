@@ -16,7 +16,7 @@ VENV_OK := import importlib.metadata as m, sys, pip; sys.exit(not ( \
 	sys.version_info >= (3, 11) and sys.prefix != sys.base_prefix and m.files("pip")))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-gpu test-versions lint format clean
+.PHONY: help setup demo test soak test-gpu test-versions docs lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -71,6 +71,9 @@ test-versions: $(STAMP) ## Run the kernel tests with every triton that railwave 
 			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
 			tests/test_kernels_compile.py tests/test_kernels_resources.py || exit; done
 
+docs: $(STAMP) ## Build the site into docs/_build/html; a warning is an error
+	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
 lint: $(STAMP) ## Check style and format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -80,7 +83,7 @@ format: $(STAMP) ## Mend style and format
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove build outputs and caches; .venv stays
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
 		-type d -name __pycache__ -exec rm -rf {} +
 

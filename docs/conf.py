@@ -38,6 +38,9 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Source"]
 napoleon_use_rtype = False
 
+_COLON = "\0"  # stands for a colon, of which napoleon would make a type
+# A shape letter that ends a sentence is no number of a list.
+_LETTER = re.compile(r"(^\s*|: )([A-Za-z])\. ")
 _MARKUP = re.compile(r"(`[^`]+`)|([*|])|(?<=\w)_(?!\w)")
 
 
@@ -50,7 +53,14 @@ def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: 
     for place, line in enumerate(lines):
         example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
         if not example:
-            lines[place] = _MARKUP.sub(_escaped, line)
+            lines[place] = _LETTER.sub(r"\1\2\\. ", _MARKUP.sub(_escaped, line))
+    if what == "property":
+        lines[:] = [line.replace(":", _COLON) for line in lines]
+
+
+def put_colons_back(app: Any, what: str, name: str, thing: Any, opts: Any, text: list[str]) -> None:
+    """Undo what `plain_text` did, once napoleon has read it."""
+    text[:] = [line.replace(_COLON, ":") for line in text]
 
 
 def _escaped(found: re.Match) -> str:
@@ -67,12 +77,22 @@ def _describe_fields(thing: Any, lines: list[str]) -> None:
     found = []
     for field in ast.parse(inspect.cleandoc("\n".join(source))).body[0].body:
         if isinstance(field, ast.AnnAssign) and not field.target.id.startswith("_"):
-            beside = source[field.end_lineno - 1][field.end_col_offset :].partition("#")[2]
-            text = beside.strip() or ast.unparse(field.annotation)
-            found.append(f"    {field.target.id}: {text}")
+            text = source[field.end_lineno - 1][field.end_col_offset :].partition("#")[2].strip()
+            found.append(
+                f"    {field.target.id}: {text or _above(source, field.lineno - 1)}".rstrip()
+            )
     lines += ["", "Attributes:", *found, ""] if found else []
 
 
+def _above(source: list[str], line: int) -> str:
+    """Return the comment that ends before a line, as one text."""
+    first = line
+    while source[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return " ".join(text.strip(" #") for text in source[first:line])
+
+
 def setup(app: Any) -> None:
-    """Connect the hook, before napoleon's."""
+    """Connect the hooks: before napoleon's, and after it."""
     app.connect("autodoc-process-docstring", plain_text, priority=400)
+    app.connect("autodoc-process-docstring", put_colons_back, priority=600)
