@@ -161,8 +161,8 @@ class Trace:
 def trace(file: str | os.PathLike | None = None) -> Iterator[Trace]:
     """Record what all communicators and worlds of this process do meanwhile, and write a file.
 
-    One trace at a time. What it costs: on a GPU two events a launch and a few hundred nanoseconds a
-    wait, see docs; without a trace a kernel that has waited looks at one word.
+    One trace at a time. What it costs: on a GPU two events a launch, and a few stores a wait;
+    without a trace a kernel that has waited, or grants, looks at one word.
 
     Args:
         file: where to write; None: nowhere. Of several ranks (torch.distributed) each writes a file
