@@ -34,3 +34,27 @@ def write_file(path: str, content: bytes) -> None:
 def replaceable(path: str) -> bool:
     """Say whether a new file may take the place of what is there."""
     return os.path.isfile(path) or not os.path.exists(path)
+
+
+def check_writable(path: str, option: str = "--json") -> None:
+    """Refuse a path that `write_file` could not write, before any work is done.
+
+    Args:
+        path: the file.
+        option: that asked for it, for the error.
+
+    Raises:
+        OSError: with the path and the reason.
+    """
+    if not path:
+        raise FileNotFoundError(f"{option} must be a file, got an empty name")
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{option} must be a file, got the directory {path!r}")
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{option} must be in an existing folder, got {path!r}")
+    # A new file is written beside the old one and takes its place; a device or pipe is written to.
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise PermissionError(f"{option} must be a file that may be written, got {path!r}")
+    if replaceable(path) and not os.access(folder, os.W_OK):
+        raise PermissionError(f"{option} must be in a folder that may be written, got {path!r}")

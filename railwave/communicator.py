@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from railwave import autograd, compiled
+from railwave import autograd, compiled, tracing
 from railwave._version import __version__
 from railwave.agreement import (
     check_capture,
@@ -606,7 +606,7 @@ class Communicator:
         """
         if self._watch.pending and not (decided_there and not wrong):
             self.check()  # what failed before is not this call's
-        with self.config.on_device():
+        with self.config.on_device(), tracing.world(self._heap):
             if decided_there and not wrong:
                 return self._launch_stages(stages)
             return self._run_stages(stages, verb, said, wrong, decided_there)
@@ -697,6 +697,7 @@ class Communicator:
         """Give the shared memory back. Not collective; nothing works afterwards."""
         if not self._closed:
             self._closed = True
+            tracing.leave(self._exchange)
             self._heap.close()
 
     def _check_open(self) -> None:

@@ -70,8 +70,9 @@ class Handle:
     def stats(self) -> Stats:
         """Say what this rank's dispatch put on its rail to each node, and its latest combine.
 
-        As planned, and as the wire kernels counted; a combine that `torch.compile` has in a graph
-        is left out. Waits for the device.
+        As planned, and as the wire kernels counted; "latest combine" is also that of a backward
+        pass or of `combine_weights`, and one that `torch.compile` has in a graph is left out. Waits
+        for the device.
 
         Returns:
             `Stats`: rows, `rail_share`, `to_dict`, `to_pandas`. Those of all ranks together are

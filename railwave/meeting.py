@@ -18,14 +18,12 @@ import torch
 
 from railwave.config import TEXT_WORDS
 from railwave.errors import PeerTimeoutError
-from railwave.exchange import Exchange, Wait
+from railwave.exchange import Exchange, Late, Wait
 from railwave.tracing import waited
 
 GRACE_S = 1.0  # how long a rank that gave up waits to hear who else did
 RESET = 1 << 44  # above any (epoch * LAGS + lag)
 LAGS = 1 << 8  # above any number of phases that one rank is behind another
-
-Late = tuple[str, int, int]  # word, its writer, the mark that it has not reached
 
 
 class Meeting:
@@ -51,36 +49,22 @@ class Meeting:
         until, pause_s = time.monotonic() + self.deadline_s, 20e-6
         began_ns, last = time.monotonic_ns(), None
         while late := self.late(waits):
-            last = late[-1]
+            last = late[0]
             if time.monotonic() > until or (heed and self._gone()):
+                waited(self.exchange, *last[:2], began_ns)
                 return False
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 2e-3)
         if last:
-            waited(self.exchange.pe, last[0], began_ns, writer=last[1])
+            waited(self.exchange, *last[:2], began_ns)
         return True
 
     def late(self, waits: list[Wait]) -> list[Late]:
         """List the words that have not come."""
-        late = []
-        for wait in waits:
-            words = self._words(wait.word)
-            behind = torch.zeros_like(words, dtype=torch.bool)
-            behind[wait.index] = words[wait.index] < wait.mark
-            for index in behind.nonzero().flatten().tolist():
-                late.append((wait.word, self._writer(wait.word, index), wait.mark))
-        return late
+        return self.exchange.late(waits)
 
     def _words(self, name: str) -> torch.Tensor:
         return self.exchange.heap.region(self.exchange.pe, name, torch.int64)
-
-    def _writer(self, word: str, index: int) -> int:
-        S, pe = self.exchange.config.shape, self.exchange
-        if word in ("notify", "grant", "said", "reset"):
-            return index
-        if word == "arrived":
-            return index // S.CHUNKS * S.G + pe.local
-        return pe.node * S.G + index
 
     def _gone(self, number: int | None = None) -> list[int]:
         """List the ranks that have given this phase up, or reset without having finished it."""

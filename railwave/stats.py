@@ -49,7 +49,15 @@ class Stats:
 
     @classmethod
     def total(cls, several: Iterable[Stats]) -> Stats:
-        """Put the rows of several handles together: of all ranks, or of several layers."""
+        """Put the rows of several handles together: of all ranks, or of several layers.
+
+        Raises:
+            TypeError: they are no `Stats`.
+        """
+        several = [several] if isinstance(several, Stats) else list(several)
+        if not all(isinstance(stats, Stats) for stats in several):
+            kinds = ", ".join(sorted({type(one).__name__ for one in several}))
+            raise TypeError(f"several must be Stats, got {kinds}")
         return cls(tuple(row for stats in several for row in stats.rows))
 
     def rail_share(
@@ -63,8 +71,11 @@ class Stats:
             planned: of the bytes planned instead.
 
         Raises:
-            ValueError: phase is neither.
+            ValueError: phase is neither, or no row is of that source.
         """
+        sources = {row.source for row in self.rows}
+        if source is not None and source not in sources:
+            raise ValueError(f"source must be one of the nodes {sorted(sources)}, got {source!r}")
         if phase not in PHASES:
             raise ValueError(f"phase must be dispatch or combine, got {phase!r}")
         by_rail: dict[int, int] = {}

@@ -255,7 +255,8 @@ def _say(sysfs: str | os.PathLike) -> Said:
     # Of another tree than this machine's, all GPUs.
     here = os.fspath(sysfs) == SYSFS
     rails = visible_rails(node, os.environ.get("CUDA_VISIBLE_DEVICES") if here else None)
-    return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails)
+    layer = node.ports[node.used[0]].link_layer if node.used else ""
+    return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails, layer)
 
 
 def _gather_nodes(sysfs: str | os.PathLike, group: dist.ProcessGroup | None) -> list[Said]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from railwave import autograd
+from railwave import autograd, tracing
 from railwave.arguments import biases, check_all_weights, check_combine, check_dispatch
 from railwave.compiled import uncompiled
 from railwave.config import PATHS, Config
@@ -35,7 +35,6 @@ from railwave.exchange import (
 from railwave.handle import Handle, Received
 from railwave.heap import LocalHeap
 from railwave.topology import Topology
-from railwave.tracing import waited
 from railwave.traffic import Traffic, TrafficRecorder
 
 TRANSPORT = "one process"  # of a cost table's fingerprint
@@ -317,7 +316,7 @@ class LocalWorld:
                 "time"
             )
         try:
-            with self.config.on_device():
+            with self.config.on_device(), tracing.world(self.heap):
                 return self._run_alone(stages)
         finally:
             _RUNNING.release()
@@ -332,18 +331,19 @@ class LocalWorld:
         results: list[Any] = [None] * len(stages)
         waiting: dict[int, Waits] = {pe: list for pe in range(len(stages))}
         refused: ReceiveOverflowError | None = None
-        blocked: dict[int, tuple[str, int]] = {}  # what a PE waits for, and since when
+        blocked: dict[int, tuple[str, int, int]] = {}  # what a PE waits for, of whom, since when
         for exchange in self._exchanges:
             exchange.observer = recorder
         while waiting:
             ready = [pe for pe in waiting if self._ready(pe, waiting[pe]())]
-            for pe in waiting.keys() - ready:
-                blocked.setdefault(pe, (waiting[pe]()[0].word, time.monotonic_ns()))
+            for pe in waiting.keys() - ready if tracing.taking() else ():
+                word, writer, _ = self._exchanges[pe].late(waiting[pe]())[0]
+                blocked[pe] = (word, writer, blocked.get(pe, (0, 0, time.monotonic_ns()))[2])
             if not ready:
                 raise RuntimeError(f"railwave: no PE can go on; {self._missing(waiting)}")
             for pe in [self._order.choice(ready)] if self._order else ready:
                 if pe in blocked:
-                    waited(pe, *blocked.pop(pe))
+                    tracing.waited(self._exchanges[pe], *blocked.pop(pe))
                 try:
                     waiting[pe] = next(stages[pe])
                 except StopIteration as stop:

@@ -457,7 +457,7 @@ def count(tree, label, sent, received):
     (folder / "port_rcv_data").write_text(f"{received}\n")
 
 
-def test_port_counters_stand_beside_what_was_put(tree):
+def test_port_counters_stand_beside_what_was_put(tree, monkeypatch):
     """Two GPUs with a NIC each; a third port counts nothing."""
     for number in range(2):
         tree.gpu(*switch(number, 0, "00.0"))
@@ -471,13 +471,18 @@ def test_port_counters_stand_beside_what_was_put(tree):
     assert found == [("mlx5_0:1", 0, 400, 0), ("mlx5_1:1", 1, 100, 4)]
     assert [row.put_bytes for row in ports.rows()] == [None, None]
     put = [
-        Put("dispatch", node, 0, rail, 1, 1, 1, 64, 64 * (1 + rail))
+        Put("dispatch", node, rail, rail, 1, 1, 1, 64, 64 * (1 + rail))
         for node, rail in [(0, 0), (0, 1), (1, 1)]
     ]
     stats = Stats(tuple(put))
-    assert ports.to_dict(stats)["put_bytes"] == [64, 256]
+    with pytest.raises(ValueError, match=r"source must be given, .* of the nodes \[0, 1\]"):
+        ports.rows(stats)
     assert ports.to_dict([stats], source=0)["put_bytes"] == [64, 128]
-    assert list(ports.to_pandas(stats)["port"]) == ["mlx5_0:1", "mlx5_1:1"]
+    assert list(ports.to_pandas(stats, source=1)["port"]) == ["mlx5_0:1", "mlx5_1:1"]
+    assert ports.to_dict(stats, source=1)["put_bytes"] == [None, 128]  # no word of rail 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # whose rail the job then calls 0
+    one = Stats((Put("dispatch", 0, 0, 0, 1, 1, 1, 64, 64),))
+    assert ports.to_dict(one)["put_bytes"] == [None, 64]
     assert doctest.testmod(port_counters).failed == 0
 
 
@@ -487,3 +492,44 @@ def test_a_node_without_counters_has_no_rows(tmp_path):
     assert ports.rows() == [] and next(iter(ports.to_pandas())) == "port"
     with pytest.raises(ValueError, match="sysfs must be a folder"):
         PortCounters(tmp_path / "no")
+
+
+def test_counters_that_go_back_say_nothing(tree):
+    tree.nic("mlx5_0", *switch(0, 1, "00.0"))
+    tree.nic("mlx5_1", *switch(1, 1, "00.0"))
+    count(tree, "mlx5_0:1", 100, 5)
+    count(tree, "mlx5_1:1", "1_000", 5)  # no counter
+    with PortCounters(tree.root) as ports:
+        count(tree, "mlx5_0:1", 7, 6)
+        assert ports.rows() == []
+    (row,) = ports.rows()
+    assert (row.port, row.sent_bytes, row.received_bytes) == ("mlx5_0:1", None, 4)
+    with ports:
+        assert ports.rows() == []  # of the `with` before no longer
+    with pytest.raises(TypeError, match=r"stats must be of handles .*, got int"):
+        ports.rows([5])
+    one = Stats((Put("dispatch", 0, 0, 0, 1, 1, 1, 64, 64),))
+    with pytest.raises(ValueError, match=r"source must be one of .*, \[0\], got 9"):
+        ports.rows(one, source=9)
+
+
+def test_odd_entries_of_sysfs_are_left_out(tree):
+    """What another driver, or a bad disk, leaves there must not hide the rest."""
+    tree.gpu(*switch(0, 0, "00.0"))
+    tree.nic("mlx5_0", *switch(0, 1, "00.0"))
+    device = tree.root / "class/infiniband/mlx5_0"
+    for name in ("foo", ".x", "\u00b2", "01", "0"):
+        (device / "ports" / name).mkdir()
+    loop = tree.root / "class/infiniband/loop"
+    loop.symlink_to("loop")
+    tree.nic("a,b:c", *switch(1, 1, "00.0"))
+    (device / "ports/1/rate").write_text("4" * 400)
+    (tree.root / "bus/pci/devices" / switch(0, 1, "00.0")[-1] / "numa_node").write_text("1" * 5000)
+    node = discover(tree.root)
+    assert [port.label for port in node.ports] == ["mlx5_0:1"]
+    assert node.rail_of_gpu == (0,) and node.ports[0].rate_gbits == 0.0
+    (device / "ports/1/state").write_bytes(b"4: ACT\xff")
+    assert discover(tree.root).ports[0].state == "UNKNOWN"
+    for bad in (None, 5, "", b"/sys"):
+        with pytest.raises(ValueError, match="sysfs must be a folder"):
+            discover(bad)

@@ -84,6 +84,11 @@ def test_shares_and_tables():
     assert balanced.rail_share(phase="combine") == {}
     with pytest.raises(ValueError, match=re.escape("phase must be dispatch or combine, got 'x'")):
         balanced.rail_share(phase="x")
+    with pytest.raises(ValueError, match=r"source must be one of the nodes \[0, 1\], got 5"):
+        balanced.rail_share(5)
+    with pytest.raises(TypeError, match="several must be Stats, got int"):
+        Stats.total([5])
+    assert Stats.total(balanced) == balanced
     columns = balanced.to_dict()
     assert columns["phase"] == ["dispatch"] * 4 and sum(columns["planned_records"]) == 4
     assert balanced.to_pandas().equals(pandas.DataFrame(columns))

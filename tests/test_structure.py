@@ -33,6 +33,7 @@ LAYERS = [
     "port_counters",
     "handle",
     "traffic",
+    "timeline",
     "tracing",
     "exchange",
     "autograd",

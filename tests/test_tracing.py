@@ -7,6 +7,7 @@ import doctest
 import json
 import random
 import re
+import shutil
 import time
 
 import pytest
@@ -15,15 +16,16 @@ import torch.distributed as dist
 import railwave
 from heaps import DEVICE, ON_GPU, WIRE
 from processes import run_all
-from railwave import tracing
+from railwave import timeline, tracing
 from railwave.config import PATHS
 from test_processes import combine, dispatch, init
 from worlds import make_batch, make_outs, make_world
 
 
 def test_the_examples_hold():
-    result = doctest.testmod(tracing)
-    assert result.attempted and not result.failed
+    for module in (timeline, tracing):
+        result = doctest.testmod(module)
+        assert result.attempted and not result.failed
 
 
 def check_events(events):
@@ -44,7 +46,7 @@ def check_events(events):
             continue
         assert event["dur"] >= 0
         end = event["ts"] + event["dur"]
-        open_ends = [other for other in ends.get(track, []) if other > event["ts"]]
+        open_ends = [other for other in ends.get(track, []) if other > event["ts"] + 1e-6]
         assert all(end <= other + 1e-6 for other in open_ends)  # inside of what is open
         ends[track] = [*open_ends, end]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
@@ -63,7 +65,9 @@ def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
     world.dispatch(*batch.arguments, path=path)  # which is not in it
     held = json.loads((tmp_path / "out.json").read_text())
     check_events(held["traceEvents"])
-    assert held["traceEvents"] == trace.events() and held["otherData"] == {"lost_notes": 0}
+    assert held["traceEvents"] == trace.events() and held["otherData"]["lost_notes"] == 0
+    first = min(event["ts"] for event in trace.events() if event["ph"] != "M")
+    assert first == 0 and held["otherData"]["base_ns"] == min(s.began_ns for s in trace.spans)
     rounds = len(world.config.rounds(path))
     for pe in range(6):
         mine = [span for span in trace.spans if span.pe == pe and span.kind == "stage"]
@@ -76,13 +80,14 @@ def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
     assert phases == ["dispatch", "combine"]
     grants = [span for span in trace.spans if span.kind == "grant"]
     # Notify grants a dispatch's first round; native and rail have one round with two peers.
-    assert len(grants) == 6 * (2 if path in ("native", "rail") else rounds - 1 + rounds)
+    assert 0 < len(grants) <= 6 * (2 if path in ("native", "rail") else rounds - 1 + rounds)
     summary = trace.summary()
     assert set(summary.stages) == {s.name for s in trace.spans if s.kind == "stage"}
     assert "put" in str(summary)
 
 
 def test_pes_that_wait_for_their_turn_are_shown():
+    """And whom they wait for: packed comes from the own node, grants along the rail."""
     world = make_world(2, 2, 2, order=random.Random(1))
     batch = make_batch(world, 4)
     with railwave.trace() as trace:
@@ -90,7 +95,70 @@ def test_pes_that_wait_for_their_turn_are_shown():
     check_events(trace.events())
     waits = [span for span in trace.spans if span.kind == "wait"]
     assert {span.name for span in waits} <= set(WIRE.WORDS) and waits
+    for span in waits:
+        whom = span.details["for rank"]
+        if span.name in ("packed", "delivered"):
+            assert whom // 2 == span.pe // 2
+        if span.name in ("arrived", "grant"):
+            assert whom != span.pe and whom % 2 == span.pe % 2
     assert set(trace.summary().waits) == {span.name for span in waits}
+
+
+def test_two_worlds_in_one_trace_have_tracks_of_their_own():
+    worlds = [make_world(2, 1, 1), make_world(1, 2, 1)]
+    batches = [make_batch(world, 2) for world in worlds]
+    with railwave.trace() as trace:
+        for world, batch in zip(worlds, batches, strict=True):
+            world.dispatch(*batch.arguments)
+    check_events(trace.events())
+    assert {(span.world, span.pe) for span in trace.spans} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {event["pid"] for event in trace.events()} == {0, 1, 10_000, 10_001}
+    assert not trace._notes and not trace._timed  # the worlds' memory is not kept
+
+
+def test_nothing_is_granted_where_nothing_is_sent():
+    world = make_world(3, 1, 1)
+    batch = make_batch(world, 0)
+    with railwave.trace() as trace:
+        received = world.dispatch(*batch.arguments)
+        world.combine([r.x for r in received], [r.handle for r in received])
+    assert not [span for span in trace.spans if span.kind == "grant"]
+
+
+def test_times_of_a_clock_that_counts_from_1970_keep_their_nanoseconds():
+    zero = 1_764_000_000_000_000_001
+    spans = [tracing.Span("stage", "put", 0, zero + 7 * i, zero + 7 * i + 7) for i in range(100)]
+    events = [event for event in timeline.events(spans) if event["ph"] == "X"]
+    check_events(timeline.events(spans))
+    assert [event["ts"] for event in events if event["cat"] == "stage"][:3] == [0.0, 0.007, 0.014]
+
+
+def test_a_start_that_fails_leaves_no_trace(monkeypatch):
+    """Nor does an end: no kernel may write to memory that is given back."""
+    world = make_world(2, 1, 1)
+    batch = make_batch(world, 2)
+    notes = [pe.state[WIRE.NOTES.value :][:1] for pe in world._exchanges]
+    joined = tracing.Trace.join
+
+    def second_fails(self, exchange):
+        if self._notes:
+            raise MemoryError("no room for notes")
+        joined(self, exchange)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing.Trace, "join", second_fails)
+        with pytest.raises(MemoryError), railwave.trace():
+            pass
+    assert not any(word.item() for word in notes)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing.Trace, "_read_notes", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), railwave.trace():
+            assert all(word.item() for word in notes)
+            world.dispatch(*batch.arguments)
+    assert not any(word.item() for word in notes)
+    with railwave.trace() as trace:
+        world.dispatch(*batch.arguments)
+    assert trace.spans
 
 
 def waiting(rank, folder, in_kernels):
@@ -139,10 +207,27 @@ def test_wrong_use_is_refused(tmp_path):
         railwave.trace().__enter__()
     with railwave.trace():
         pass  # the one before has ended
-    bad = tmp_path / "bad.json"
-    bad.write_text("{}")
-    with pytest.raises(ValueError, match=re.escape(f"{bad} must be a trace of railwave's")):
-        railwave.merge_traces([bad], tmp_path / "all.json")
+    with pytest.raises(FileNotFoundError, match="file must be in an existing folder"):
+        railwave.trace(tmp_path / "no" / "out.json").__enter__()
+    out = tmp_path / "all.json"
+    for text in ("{}", "[]", "", "7", '{"otherData": {}, "traceEvents": [1]}'):
+        bad = tmp_path / "bad.json"
+        bad.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(f"must be traces of railwave's, got {bad}")):
+            railwave.merge_traces([bad], out)
+    world = make_world(1, 1, 1)
+    with railwave.trace(tmp_path / "a.json"):
+        world.dispatch(*make_batch(world, 1).arguments)
+    shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
+    with pytest.raises(ValueError, match="files must hold different PEs, got PE 0 in"):
+        railwave.merge_traces([tmp_path / "a.json", tmp_path / "b.json"], out)
+    with pytest.raises(TypeError, match="files must be several files, got"):
+        railwave.merge_traces(str(tmp_path / "a.json"), out)
+    with pytest.raises(ValueError, match="files must be one at least"):
+        railwave.merge_traces([], out)
+    with pytest.raises(FileNotFoundError):
+        railwave.merge_traces([tmp_path / "no.json"], out)
+    assert not out.exists()
 
 
 def test_a_trace_ends_with_an_error_inside_and_nothing_is_recorded_after(tmp_path):

@@ -35,7 +35,8 @@ def visible_rails(node: Node, devices: str | None) -> tuple[int, ...]:
     names = [name.strip() for name in devices.split(",")] if devices.strip() else []
     if not all(re.fullmatch(r"-?\d+", name) for name in names):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES must be numbers to find the GPUs' rails, got {devices!r}"
+            f"CUDA_VISIBLE_DEVICES must be numbers to find the GPUs' rails, got {devices!r}: set "
+            "numbers, or make the Topology with rail_of_gpu from railwave topo"
         )
     shown = takewhile(lambda gpu: 0 <= gpu < len(node.gpus), map(int, names))
     return tuple(node.rail_of_gpu[gpu] for gpu in shown)
@@ -49,6 +50,7 @@ class Said:
     num_gpus: int
     num_rails: int
     rails: tuple[int, ...]  # of the GPUs that the rank sees
+    link_layer: str = ""  # of the ports in use
 
 
 def joined(said: Sequence[Said]) -> tuple[int, tuple[int, ...]]:
@@ -81,6 +83,7 @@ def joined(said: Sequence[Said]) -> tuple[int, tuple[int, ...]]:
             "ranks": len(ranks),
             "GPUs": first.num_gpus,
             "rails": first.num_rails,
+            "link layer": first.link_layer,
             "rail_of_gpu": tuple(sorted(set(by_rank)).index(rail) for rail in by_rank),
         }
     for host in hosts[1:]:

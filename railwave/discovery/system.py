@@ -14,6 +14,8 @@ from railwave.discovery.spread import arrange
 SYSFS = "/sys"
 _ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with and without a display
 
@@ -29,13 +31,15 @@ def discover(sysfs: str | os.PathLike = SYSFS) -> Node:
     Raises:
         ValueError: there is no such folder.
     """
+    if not isinstance(sysfs, (str, os.PathLike)) or not sysfs:
+        raise ValueError(f"sysfs must be a folder, got {sysfs!r}")
     root = Path(sysfs)
     if not root.is_dir():
         raise ValueError(f"sysfs must be a folder, got {os.fspath(sysfs)!r}")
     found = _nvml_gpus() if os.fspath(sysfs) == SYSFS else None
     gpus = []
     for index, (pci, name) in enumerate(found or _sysfs_gpus(root)):
-        path = (root / "bus/pci/devices" / pci).resolve()
+        path = _place(root / "bus/pci/devices" / pci)
         gpus.append(Gpu(index, name, pci, _numa(path), _pci_path(path)))
     return arrange(gpus, list(_find_ports(root)))
 
@@ -78,33 +82,45 @@ def _sysfs_gpus(root: Path) -> list[tuple[str, str]]:
 
 def _find_ports(root: Path) -> Iterable[Nic]:
     for device in _entries(root / "class/infiniband"):
-        place = (device / "device").resolve()
-        path = _pci_path(place)
+        if not _NAME.fullmatch(device.name):
+            continue  # NVSHMEM could not be told of it
+        path = _pci_path(_place(device / "device"))
         pci = path[-1] if path else ""
         numa = _numa(root / "bus/pci/devices" / pci) if pci else -1
         for port in _entries(device / "ports"):
+            if not _NUMBER.fullmatch(port.name):
+                continue
             state = _read(port / "state").rpartition(":")[2].strip() or "UNKNOWN"
             rate = _read(port / "rate").partition(" ")[0]
             yield Nic(
                 *(device.name, int(port.name), pci, numa),
                 link_layer=_read(port / "link_layer"),
                 state=state,
-                rate_gbits=float(rate) if re.fullmatch(r"\d+(\.\d+)?", rate) else 0.0,
+                rate_gbits=float(rate) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", rate) else 0.0,
                 path=path,
             )
 
 
 def _entries(folder: Path) -> list[Path]:
-    """List a folder, mlx5_2 before mlx5_10; nothing if there is none."""
-    if not folder.is_dir():
+    """List a folder, mlx5_2 before mlx5_10; nothing if there is none, or it may not be read."""
+    try:
+        return sorted(folder.iterdir(), key=lambda path: _natural(path.name))
+    except OSError:
         return []
-    return sorted(folder.iterdir(), key=lambda path: _natural(path.name))
+
+
+def _place(link: Path) -> Path:
+    """Return where a link leads; the link itself if that is nowhere."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # a loop is the latter before Python 3.13
+        return link
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     hexadecimal = _ADDRESS.fullmatch(name)
-    parts = [name] if hexadecimal else re.findall(r"\d+|\D+", name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    parts = [name] if hexadecimal else re.findall(r"[0-9]{1,9}|[^0-9]+", name)
+    return [(int(part), "") if re.fullmatch("[0-9]+", part) else (-1, part) for part in parts]
 
 
 def _pci_path(place: Path) -> tuple[str, ...]:
@@ -120,11 +136,11 @@ def _pci_path(place: Path) -> tuple[str, ...]:
 
 def _numa(device: Path) -> int:
     text = _read(device / "numa_node")
-    return int(text) if re.fullmatch(r"-?\d+", text) else -1
+    return int(text) if re.fullmatch(r"-?[0-9]{1,6}", text) else -1
 
 
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""

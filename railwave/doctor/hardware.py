@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def mps(machine: Machine) -> Iterator[Finding]:
         return
     folder = Path(machine.environment.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     ranks = machine.environment.get("LOCAL_WORLD_SIZE", "")
-    sharing = ranks.isdigit() and int(ranks) > machine.num_gpus
+    sharing = bool(re.fullmatch("[0-9]{1,6}", ranks)) and int(ranks) > machine.num_gpus
     if _mps_runs(folder):
         yield Finding("MPS", OK, f"a daemon listens in {folder}")
     elif sharing:
@@ -67,13 +69,15 @@ def mps(machine: Machine) -> Iterator[Finding]:
 
 def _mps_runs(folder: Path) -> bool:
     """Say whether a daemon listens there; one that was killed leaves its pipe, and its number."""
-    if not (folder / "control").exists():
+    try:
+        os.stat(folder / "control")
+    except OSError:  # not there, or another user's: of no use to this one
         return False
     try:
         pid = (folder / "nvidia-cuda-mps-control.pid").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return True
-    return not pid.isdigit() or Path("/proc", pid).exists()
+    return not re.fullmatch("[0-9]{1,9}", pid) or Path("/proc", pid).exists()
 
 
 def nvlink(machine: Machine) -> Iterator[Finding]:

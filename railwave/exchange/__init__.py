@@ -16,6 +16,7 @@ from railwave.exchange.dispatch import dispatch as dispatch
 from railwave.exchange.pe import CallsDiffer as CallsDiffer
 from railwave.exchange.pe import Exchange as Exchange
 from railwave.exchange.pe import Failure as Failure
+from railwave.exchange.pe import Late as Late
 from railwave.exchange.pe import Observer as Observer
 from railwave.exchange.pe import Stages as Stages
 from railwave.exchange.pe import Wait as Wait
@@ -27,6 +28,7 @@ __all__ = [
     "CallsDiffer",
     "Exchange",
     "Failure",
+    "Late",
     "Observer",
     "Options",
     "Stages",

@@ -32,6 +32,9 @@ class Wait:
     mark: int
 
 
+Late = tuple[str, int, int]  # word, its writer, the mark that it has not reached
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a phase failed: a wait past its deadline, a wrong call, or rows that do not fit."""
@@ -218,6 +221,25 @@ class Exchange:
         mates = slice(self.local, None, self.config.topo.gpus_per_node)
         return lambda: [Wait(word, mates, self.mark(step))]
 
+    def late(self, waits: list[Wait]) -> list[Late]:
+        """List the words that have not come."""
+        late = []
+        for wait in waits:
+            words = self.heap.region(self.pe, wait.word, torch.int64)
+            behind = torch.zeros_like(words, dtype=torch.bool)
+            behind[wait.index] = words[wait.index] < wait.mark
+            for index in behind.nonzero().flatten().tolist():
+                late.append((wait.word, self._writer(wait.word, index), wait.mark))
+        return late
+
+    def _writer(self, word: str, index: int) -> int:
+        S = self.config.shape
+        if word in ("notify", "grant", "said", "reset"):
+            return index
+        if word == "arrived":
+            return index // S.CHUNKS * S.G + self.local
+        return self.node * S.G + index
+
     def mark(self, step: int) -> int:
         """Return the value of this phase's words for a step."""
         return self.epoch * self.config.shape.MAX_STEPS + step
@@ -397,10 +419,11 @@ class Exchange:
     @contextmanager
     def cut_short(self) -> Iterator[None]:
         """Run stages as if the phase had failed: every kernel runs, nothing waits or is told."""
-        state, epoch = self.state.clone(), self.epoch
-        self.state[self.kernels.wire.FAILED.value] = 1
+        wire, state, epoch = self.kernels.wire, self.state.clone(), self.epoch
+        self.state[wire.FAILED.value], self.state[wire.NOTES.value] = 1, 0
         try:
-            yield
+            with tracing.paused():
+                yield
         finally:
             self.state.copy_(state)
             self.counts.zero_()  # an interrupt may have come between count and notify

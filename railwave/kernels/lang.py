@@ -28,10 +28,11 @@ around_launch = None
 
 
 def _launch(kernel, names, args, launch):
-    if around_launch is None:
+    around = around_launch  # which another thread may change
+    if around is None:
         return launch()
     scalars = {n: a for n, a in zip(names, args, strict=False) if not n.endswith("_ptr")}
-    with around_launch(kernel.__name__, scalars):
+    with around(kernel.__name__, scalars):
         return launch()
 
 

@@ -168,12 +168,21 @@ def fail(state_ptr, word, pe, seen, expected):
 
 
 @helper
+def _notes(state_ptr):
+    """Return where notes go, or 0: the same to all threads (see `wait_all`)."""
+    return tl.atomic_add(state_ptr + NOTES, i64(0), sem="relaxed")
+
+
+@helper
 def note(state_ptr, what, who, began_ns, ended_ns):
     """Write a note for a trace, if one is taken: what was waited for, and for whom; or a grant.
 
     Notes beyond MAX_NOTES are counted only.
+
+    Example: the first note, that "grant" was waited for from 5 to 9 and rank 3 came last, makes the
+    notes [1, 2, 3, 5, 9, ...].
     """
-    notes = tl.load(state_ptr + NOTES)
+    notes = _notes(state_ptr)
     if i64(notes) != 0:
         ptr = notes.to(tl.pointer_type(tl.int64))
         place: int = i64(tl.atomic_add(ptr, i64(1), sem="relaxed"))
@@ -228,8 +237,9 @@ def wait_all(word_ptrs, expected, mask, writers, word, state_ptr):
                 missing: int = i64(tile_max(tl.where(writers == who, late, 0), 0))
                 fail(state_ptr, word, who, expected - missing, expected)
                 ok: int = ok * 0
-        who: int = i64(tile_min(tl.where(last > 0, writers, 0x7FFFFFFF), 0))
-        note(state_ptr, word, who, began, now)
+        if i64(_notes(state_ptr)) != 0:
+            came: int = i64(tile_min(tl.where(last > 0, writers, 0x7FFFFFFF), 0))
+            note(state_ptr, word, came, began, now)
     tl.debug_barrier()
     return ok
 
@@ -284,9 +294,10 @@ def grant(
     bases = tl.load(bases_ptr + s * S.G + g, mask=mask, other=0)
     ptrs = (bases + (grant_off + me * 8)).to(tl.pointer_type(tl.int64))
     signal(ptrs, value, bases != 0)
-    if i64(tl.load(state_ptr + NOTES)) != 0:
-        now: int = i64(clock_ns())
-        note(state_ptr, GRANTED, s, now, now)
+    if i64(_notes(state_ptr)) != 0:
+        if i64(tile_max(mask.to(tl.int64), 0)) > 0:
+            now: int = i64(clock_ns())
+            note(state_ptr, GRANTED, s, now, now)
     if S.REMOTE:
         word: int = own_address(bases_ptr, me, grant_off + me * 8)
         RAIL_GPUS: tl.constexpr = S.RAIL_GPUS  # static_range takes nothing else
