@@ -697,7 +697,6 @@ class Communicator:
         """Give the shared memory back. Not collective; nothing works afterwards."""
         if not self._closed:
             self._closed = True
-            tracing.leave(self._exchange)
             self._heap.close()
 
     def _check_open(self) -> None:

@@ -77,9 +77,12 @@ class CostTable:
         differ = [n for n in names if self.fingerprint.get(n) != fingerprint.get(n)]
         if differ:
             here, there = ({n: of.get(n) for n in differ} for of in (fingerprint, self.fingerprint))
+            mend = "make one with: railwave calibrate"
+            if fingerprint.get("transport") == "one process":
+                mend = "a LocalWorld takes one made by hand; railwave calibrate's are for init"
             raise ValueError(
                 f"the cost table must be of this configuration: here {here}, in the table {there}; "
-                "make one with: railwave calibrate"
+                f"{mend}"
             )
 
     def save(self, path: str | os.PathLike) -> None:

@@ -200,11 +200,6 @@ def join(exchange: Any) -> None:
         running.join(exchange)
 
 
-def leave(exchange: Any) -> None:
-    """Forget a PE whose memory is given back."""
-    _exchanges.discard(exchange)
-
-
 @contextmanager
 def world(heap: Any) -> Iterator[None]:
     """Say whose stages are launched: PEs of several worlds have the same numbers."""
