@@ -2,6 +2,8 @@
 
 import doctest
 import importlib
+import math
+import re
 import sys
 
 import pytest
@@ -170,3 +172,27 @@ def test_pyplot_stays_out_and_examples_hold():
         result = doctest.testmod(importlib.import_module(f"railwave.plots.{name}"))
         assert result.attempted > 0 and result.failed == 0, name
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+
+
+@pytest.mark.parametrize(
+    "spans, nodes, error, said",
+    [
+        (5, None, TypeError, "spans must be a sequence of transfers, got int"),
+        ([(0, 1)], None, TypeError, "spans[0] must be four numbers"),
+        ([("a", 1, 0, 1)], None, TypeError, "spans[0] must be four numbers"),
+        ([(math.nan, 1, 0, 1)], None, ValueError, "spans[0] must be between two nodes"),
+        ([(0, 1, 0, 1)], 0, ValueError, "nodes must be"),
+        ([(0, 1, 0, 1)], 1.5, TypeError, "nodes must be"),
+        ([(0, 999, 0, 1)], None, ValueError, "nodes must be at most 128"),
+    ],
+)
+def test_waves_that_cannot_be_drawn_are_refused(spans, nodes, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        plot_waves(spans, nodes=nodes)
+
+
+def test_rail_shares_that_cannot_be_drawn_are_refused():
+    with pytest.raises(TypeError, match="loads must be tables by name, got list"):
+        plot_rail_shares([[1, 2]])
+    with pytest.raises(ValueError, match="loads must be of at most 128 nodes, got 200"):
+        plot_rail_shares({"native": [[1, 2]] * 200})

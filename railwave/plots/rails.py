@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from railwave.plots.style import EVEN, MAX_TICKS, SERIES, check_table, set_title
+from railwave.plots.style import EVEN, MAX_LANES, MAX_TICKS, SERIES, check_table, set_title
 
 _PER_LINE = 4  # panels
 
@@ -36,6 +36,8 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
         >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
         [100.0, 0.0, 50.0, 50.0]
     """
+    if not isinstance(loads, Mapping):
+        raise TypeError(f"loads must be tables by name, got {type(loads).__name__}")
     tables = {name: check_table(table, f"loads[{name!r}]") for name, table in loads.items()}
     shapes = {table.shape for table in tables.values()}
     if not 1 <= len(tables) <= len(SERIES) or len(shapes) > 1:
@@ -44,6 +46,8 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
             f"{ {name: table.shape for name, table in tables.items()} }"
         )
     num_nodes, _ = shapes.pop()
+    if num_nodes > MAX_LANES:
+        raise ValueError(f"loads must be of at most {MAX_LANES} nodes, got {num_nodes}")
     shares = {
         name: 100 * table / np.maximum(table.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         for name, table in tables.items()

@@ -13,6 +13,7 @@ PATH = {"native": "#bbbbbb", "rail": "#66ccee", "permutation": "#ccbb44", "joint
 # Nodes as senders: each of the others must stand out beside its neighbours.
 NODE = (BAR, "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 MAX_TICKS = 16  # rails or nodes that there is room to number
+MAX_LANES = 128  # lanes or panels that can be told apart, and drawn in seconds
 
 
 def set_title(figure: Figure, title: str) -> None:

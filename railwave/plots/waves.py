@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from railwave.plots.style import EVEN, node_colour, set_title
+from railwave._check import check_positive_int
+from railwave.plots.style import EVEN, MAX_LANES, node_colour, set_title
 
 _LANE = 0.84  # of the height between two receivers
 _LEAST_LABELLED = 0.035  # of the axis: a shorter bar has no room for its number
@@ -42,8 +43,9 @@ def plot_waves(
         Figure; `figure.savefig(...)` writes it.
 
     Raises:
-        ValueError: no spans, a node outside [0, N) or equal to its peer, or an end before its
-            begin.
+        TypeError: spans are no transfers, or nodes is no int.
+        ValueError: no spans, a node outside [0, N) or equal to its peer, an end before its begin,
+            or more nodes than can be told apart.
 
     Example:
         Nodes 1 and 2 send to node 0 at once, then node 1 to node 2.
@@ -54,6 +56,10 @@ def plot_waves(
     """
     checked = _checked(spans, nodes)
     num_nodes = nodes or 1 + max(max(s, d) for s, d, _, _ in checked)
+    if num_nodes > MAX_LANES:
+        raise ValueError(
+            f"nodes must be at most {MAX_LANES}, of which lanes are drawn: {num_nodes}"
+        )
     figure = Figure(figsize=(8, 1.3 + 0.5 * num_nodes), layout="constrained")
     axes = figure.subplots()
     last = max(end for *_, end in checked)
@@ -113,8 +119,22 @@ def _free_line(ends: list[float], span: Span, last: float) -> int:
 
 
 def _checked(spans: Sequence[Sequence[float]], nodes: int | None) -> list[Span]:
+    if nodes is not None:
+        nodes = check_positive_int(nodes, "nodes")
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise TypeError(f"spans must be a sequence of transfers, got {type(spans).__name__}")
     checked: list[Span] = []
-    for number, (source, destination, begin, end) in enumerate(spans):
+    for number, span in enumerate(spans):
+        try:
+            source, destination, begin, end = span
+            numbers = [float(value) for value in span]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"spans[{number}] must be four numbers (source, destination, begin, end), got "
+                f"{span!r}"
+            ) from None
+        if not (math.isfinite(numbers[0]) and math.isfinite(numbers[1])):
+            raise ValueError(f"spans[{number}] must be between two nodes, got {span!r}")
         pair = int(source), int(destination)
         in_range = all(0 <= node < (nodes or math.inf) for node in pair)
         if pair != (source, destination) or pair[0] == pair[1] or not in_range:
