@@ -16,6 +16,7 @@ from railwave.config import PATHS
 from railwave.reference import combine_ref
 from test_compiled import layer
 from test_processes import combine, dispatch
+from test_tracing import check_events
 from worlds import bits_equal, bytes_equal, make_batch, make_outs
 
 pytestmark = pytest.mark.gpu
@@ -383,3 +384,51 @@ def streams(rank):
 
 def test_calls_on_several_streams_come_one_after_the_other():
     run_all(streams, 4, timeout_s=120)
+
+
+def traced(rank):
+    """Stages by events, waits by the kernels themselves, in one time; a graph has waits alone."""
+    rw = init(railwave.Topology(2, 2, 2), rank, staging_records=1)
+    batch = make_batch(rw, 4)
+    mine = [values[rank] for values in batch.arguments]
+
+    def call():
+        received = rw.dispatch(*mine, static_shapes=True, out="view")
+        rw.combine(received.x, received.handle)
+
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    dist.barrier()
+    with railwave.trace() as trace:
+        dist.barrier()
+        call()
+        torch.cuda.synchronize()
+        dist.barrier()
+    check_events(trace.events())
+    stages = [span for span in trace.spans if span.kind == "stage"]
+    names = [span.name for span in stages]
+    assert names.count("put") == 2 * len(rw.config.rounds("joint")) and names.count("final") == 1
+    waits = [span for span in trace.spans if span.kind != "stage"]
+    assert waits and {span.kind for span in waits} == {"wait", "grant"}
+    first = min(span.began_ns for span in stages)
+    last = max(span.ended_ns for span in stages)
+    for span in waits:  # both clocks agree to 50 us
+        assert first - 50_000 <= span.began_ns <= span.ended_ns <= last + 50_000
+    with railwave.trace() as trace:
+        dist.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+    assert {span.kind for span in trace.spans} <= {"wait", "grant"} and trace.spans
+    graph.replay()  # which notes nothing: the notes are given back
+    rw.check()
+    dist.barrier()
+    rw.close()
+
+
+def test_a_trace_has_the_waits_of_kernels_beside_their_stages():
+    run_all(traced, 4, timeout_s=120)
