@@ -300,7 +300,7 @@ def test_fan_in_is_of_what_sends_at_once(rows_of):
     fan_in = {row["scheduler"]: row["fan_in"] for row in rows_of()["rows"]}
     assert fan_in == {
         **dict.fromkeys(("native", "rail", "rails_lpt", "rate"), 3),
-        **dict.fromkeys(("permutation", "joint", "fast"), 1),
+        **dict.fromkeys(("permutation", "joint", "granted", "fast"), 1),
     }
 
 

@@ -48,7 +48,7 @@ def test_every_scheduler_conserves_demand(name, options, demand):
 @settings(max_examples=40, deadline=None)
 @given(demand=demands(unit=7))
 def test_records_are_never_divided(demand):
-    for name in ("rail", "joint"):
+    for name in ("rail", "joint", "granted"):
         schedule = SCHEDULERS[name](demand, record_bytes=7)
         audit(schedule, demand)
         assert (schedule.transfer_bytes % 7 == 0).all()
@@ -194,7 +194,7 @@ def test_schedulers_say_how_windows_follow():
     assert {name for name, schedule in say.items() if schedule.paced} == {"rate"}
     assert {
         name: schedule.order for name, schedule in say.items() if schedule.order != "barrier"
-    } == {"fast": "pipelined"}
+    } == {"fast": "pipelined", "granted": "chunkwise"}
     assert SCHEDULERS["joint"](demand, barrier=False).order == "free"
 
 

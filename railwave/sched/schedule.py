@@ -11,7 +11,8 @@ import numpy as np
 
 from railwave.topology import Topology
 
-ORDERS = ("barrier", "pipelined", "free")
+ORDERS = ("barrier", "pipelined", "free", "chunkwise")
+MOST_OUTSTANDING = 2
 COLUMNS = ("source", "destination", "source_rail", "destination_rail", "transfer_bytes", "window")
 
 
@@ -46,11 +47,13 @@ class Schedule:
         order: "barrier", a window (with its redistribution) begins when the one before it has
             ended everywhere; "pipelined", the same for transfers, and redistribution runs beside
             the transfers of the windows next to it; "free", a NIC goes on to its next window as
-            soon as it and its peer have ended theirs.
+            soon as it and its peer have ended theirs; "chunkwise", one window in which receivers
+            grant senders chunk by chunk, as in `docs/granted.md`.
         paced: senders keep to a rate of bytes / (bytes of the window's busiest NIC), so that no
             receiver is oversubscribed; if not, they share NICs max-min fairly.
         granted: windows are waves, one sender a receiver; receivers let each after the first begin
             by a grant.
+        outstanding: grants that a receiver may have out, 1 or 2, where the order is "chunkwise".
         rail_rule: "source" or "destination", the GPU whose rail is taken; "even", every pair evenly
             over its rails; None for any rail.
         unit_bytes: what is never divided, where rail_rule is "even".
@@ -83,6 +86,7 @@ class Schedule:
     order: str = "barrier"
     paced: bool = False
     granted: bool = False
+    outstanding: int = 1
     rail_rule: str | None = None
     unit_bytes: int = 1
     plan_us: float = 0.0
@@ -92,6 +96,14 @@ class Schedule:
             raise TypeError(f"topo must be a railwave.Topology, got {type(self.topo).__name__}")
         if self.order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}, got {self.order!r}")
+        if self.outstanding not in range(1, MOST_OUTSTANDING + 1):
+            raise ValueError(
+                f"outstanding must be in [1, {MOST_OUTSTANDING}], got {self.outstanding!r}"
+            )
+        if self.order == "chunkwise" and self.num_windows != 1:
+            raise ValueError(
+                f"order 'chunkwise' must have one window, got {self.num_windows} windows"
+            )
         for name in COLUMNS:
             _check_int64(getattr(self, name), name, (len(self.source),))
         tables = (self.num_windows, self.topo.nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from railwave.sched.birkhoff import fast
+from railwave.sched.granted import granted
 from railwave.sched.paths import joint, native, permutation, rail, rate
 from railwave.sched.schedule import Schedule
 from railwave.sched.spray import rails_lpt
@@ -15,6 +16,7 @@ SCHEDULERS: dict[str, Callable[..., Schedule]] = {
     "rail": rail,
     "permutation": permutation,
     "joint": joint,
+    "granted": granted,
     "rails_lpt": rails_lpt,
     "fast": fast,
     "rate": rate,

@@ -28,7 +28,8 @@ class Fabric:
         nvlink_bytes_s: bytes per second of a GPU's NVLink, in each direction, in the same range.
             Infinite: redistribution is free.
         wave_latency_s: seconds added to each window that sends anything, in [0, 1e6].
-        grant_latency_s: seconds added to each such window after the first, where receivers grant.
+        grant_latency_s: seconds added to each such window after the first, where receivers grant
+            waves; the round trip of a grant, to its first byte, where they grant chunks.
         incast: a in [0, 1e6]. A NIC that receives from f NICs at once receives at rail_bytes_s
             times 1 / (1 + a (f - 1)). See `INCAST`.
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from railwave.sched import Schedule
+from railwave.sched.granted import chunk_bytes
 from railwave.sched.schedule import sum_by
 from railwave.sim.fabric import Fabric
 from railwave.sim.fair import finish_times
+from railwave.sim.granted import RailRun, run_rail
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,9 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
     - free: a NIC starts window w when its last sending, its peer's last receiving and its node's
       redistribution for w have ended; a node redistributes window after window, and again for
       what has arrived. Each window may have one transfer a port.
+    - chunkwise: as barrier, and the one window's transfers last as long as `granted.run_rail` says
+      of the slowest rail; what is added before it is wave_latency_s. grant_latency_s is the round
+      trip of a grant there.
 
     Args:
         schedule: what a scheduler made; not audited here.
@@ -80,8 +85,14 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
         raise TypeError(f"fabric must be a Fabric, got {type(fabric).__name__}")
     before_s = schedule.before.port_bytes.max(axis=1) / fabric.nvlink_bytes_s
     after_s = schedule.after.port_bytes.max(axis=1) / fabric.nvlink_bytes_s
-    window_s, send_flows, receive_flows = _window_times(schedule, fabric)
     latency_s = latencies(schedule, fabric)
+    if schedule.order == "chunkwise":
+        runs = rail_runs(schedule, fabric)
+        window_s = np.array([max((run.time_s for run in runs), default=0.0)])
+        time_s = float((before_s + latency_s + window_s + after_s).sum())
+        fan_in = max((run.fan_in for run in runs), default=0)
+        return _result(schedule, fabric, time_s, fan_in, window_s, before_s, after_s)
+    window_s, send_flows, receive_flows = _window_times(schedule, fabric)
     if schedule.order == "free":
         has_shared_port = (send_flows > 1) | (receive_flows > 1)
         if has_shared_port.any():
@@ -98,6 +109,40 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
         time_s = (before_s + latency_s + window_s + after_s).sum()
     fan_in = int(receive_flows.max(initial=0))
     return _result(schedule, fabric, float(time_s), fan_in, window_s, before_s, after_s)
+
+
+def rail_runs(schedule: Schedule, fabric: Fabric) -> list[RailRun]:
+    """Return a run of each rail that carries something, of a schedule of order "chunkwise".
+
+    Rails do not meet; those that carry the same are run once.
+
+    Raises:
+        ValueError: another order, or transfers that change rail.
+
+    Source: `granted.run_rail`.
+
+    Example:
+        >>> from railwave.sched import SCHEDULERS, Demand
+        >>> from railwave.topology import Topology
+        >>> demand = Demand.of([[0, 0, 0], [64, 0, 0], [64, 0, 0]], Topology(3, 1, 1))
+        >>> (run,) = rail_runs(SCHEDULERS["granted"](demand), Fabric(1.0))
+        >>> run.num_chunks, run.time_s, run.fan_in
+        (64, 128.0, 1)
+    """
+    if schedule.order != "chunkwise":
+        raise ValueError(f"schedule must be of order 'chunkwise', got {schedule.order!r}")
+    if not np.array_equal(schedule.source_rail, schedule.destination_rail):
+        raise ValueError("schedule must keep to one rail in each transfer of order 'chunkwise'")
+    nodes, rails = schedule.topo.nodes, schedule.topo.rails_per_node
+    pair = (schedule.source_rail * nodes + schedule.source) * nodes + schedule.destination
+    slices = sum_by(pair, schedule.transfer_bytes, rails * nodes**2).reshape(rails, nodes, nodes)
+    round_trip_bytes = fabric.grant_latency_s * fabric.rail_bytes_s
+    runs: dict[bytes, RailRun] = {}
+    for rail in slices[slices.any(axis=(1, 2))]:
+        if rail.tobytes() not in runs:
+            chunks = chunk_bytes(rail, schedule.unit_bytes, round_trip_bytes)
+            runs[rail.tobytes()] = run_rail(rail, chunks, fabric, schedule.outstanding)
+    return [runs[rail.tobytes()] for rail in slices if rail.any()]
 
 
 def _result(
