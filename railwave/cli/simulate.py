@@ -31,6 +31,7 @@ SCHEDULER_HELP = """schedulers:
   rail         the same, each node's bytes spread evenly over its rails
   permutation  rail of a GPU, cyclic waves: one sender a receiver
   joint        waves and even rails
+  granted      even rails, receivers grant chunk by chunk (docs/granted.md; simulated only so far)
   rails_lpt    RailS: chunks sprayed over rails, largest first, all at once (arXiv 2510.19262)
   fast         FAST: one-to-one stages made for this demand, which every node must know
   rate         senders paced so that no receiver is oversubscribed; likewise"""
@@ -147,7 +148,10 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         "--wave-latency-us", type=float, default=0.0, help="added to each window that sends"
     )
     group.add_argument(
-        "--grant-latency-us", type=float, default=0.0, help="added to each wave after the first"
+        "--grant-latency-us",
+        type=float,
+        default=0.0,
+        help="added to each wave after the first; granted: the round trip of a grant",
     )
 
 
@@ -171,6 +175,13 @@ def _add_schedulers(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="rails_lpt: the largest chunk (default: 1 MiB, larger for very large demands)",
     )
+    group.add_argument(
+        "--outstanding",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="granted: grants that a receiver may have out",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -190,6 +201,7 @@ def _run(args: argparse.Namespace) -> int:
         "native": {"rail_rule": args.rail_rule},
         "rail": in_records,
         "joint": in_records,
+        "granted": in_records | {"outstanding": args.outstanding},
         "rails_lpt": {"chunk_bytes": args.chunk_bytes},
     }
     how = {"schedulers": schedulers, "windows": windows, "options": options}
