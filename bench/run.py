@@ -43,6 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument(
         "--trace", type=Path, default=None, help="folder of a recorded trace of 16 ranks"
     )
+    command.add_argument(
+        "--granted-nodes",
+        type=int,
+        nargs="+",
+        default=[4, 8, 16],
+        help="of granted chunks on skewed pairs; 64 take half a minute a seed, 128 two minutes",
+    )
+    command.add_argument("--granted-seeds", type=int, default=3)
     _add_out(command)
     _add_multigpu(commands)
     command = commands.add_parser("exchange", help="dispatch and combine, a process a PE")
@@ -71,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             trace = options.trace and routed.read_trace(options.trace)
         except (OSError, ValueError) as error:
             parser.error(f"--trace: {error}")
-        results = schedulers.measure(trace)
+        results = schedulers.measure(trace, tuple(options.granted_nodes), options.granted_seeds)
     print_results(results, machine(device), options.out)
     return 0
 

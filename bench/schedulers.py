@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import planning, routed
+from bench import granted, planning, routed
 from bench.phase import PATHS, Seconds, schedule_path, total_seconds
 from railwave.sched import bound_s, receiver_concentration, source_rail_skew
 from railwave.sched.parts import owned_by_rail
@@ -44,8 +44,15 @@ PAPER_ULTRAEP_MS = {
 CORNER_PAYLOAD_MIB = 56  # of Figure 9's two; without latencies the times of the other are a quarter
 
 
-def measure(trace: routed.Counts | None) -> Iterator[dict[str, Any]]:
-    """Yield every result; those of recorded routing only with a trace (`routed.read_trace`)."""
+def measure(
+    trace: routed.Counts | None, granted_nodes: tuple[int, ...] = (4, 8, 16), granted_seeds: int = 3
+) -> Iterator[dict[str, Any]]:
+    """Yield every result; those of recorded routing only with a trace (`routed.read_trace`).
+
+    Args:
+        trace: counts by iteration, layer and micro-batch, or None.
+        granted_nodes, granted_seeds: see `granted.measure`.
+    """
     loads = standin_loads(seed=0)
     yield from three_five_eight()
     yield from replay_speedups(loads, "stand-in")
@@ -56,6 +63,7 @@ def measure(trace: routed.Counts | None) -> Iterator[dict[str, Any]]:
     yield from figure_8(loads)
     yield from figure_9(loads)
     yield from routed.measure(trace)
+    yield from granted.measure(granted_nodes, granted_seeds)
     yield from planning.measure()
 
 

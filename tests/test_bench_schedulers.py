@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import planning, routed, run, schedulers
+from bench import granted, planning, routed, run, schedulers
 from bench.phase import PATHS, schedule_path, total_seconds, turned
 from railwave.sched import audit
 from railwave.sim import INCAST
@@ -189,6 +189,19 @@ def test_waves_wait_for_one_another_where_pairs_are_uneven():
     assert measured[0]["joint"] < measured[1]["joint"]
 
 
+def test_granted_chunks_meet_the_targets_of_issue_11_on_few_nodes():
+    measured = list(granted.measure((4, 8), seeds=3))
+    for result in results(measured, result="granted, no round trip"):
+        assert result["fan_in"] == 1 and max(result["over_bound"]) <= 1.06
+        assert result["mean"] <= 1.03 < np.mean(result["joint_over_bound"])
+    for result in results(measured, result="granted, 5 us", outstanding=2):
+        assert result["fan_in"] == 2 and max(result["over_bound"]) <= 1.12
+    for result in results(measured, result="granted, all to one node"):
+        assert result["mean"] <= 1.03
+    for result in results(measured, result="granted over joint, replay"):
+        assert max(result["ratio"]) <= 1.03
+
+
 def test_planning_is_measured_up_to_a_limit_and_extrapolated_beyond():
     limits = {"joint": 16, "fast": 8}
     times = list(planning.planning_times((2, 4, 8, 16), limits))
@@ -216,7 +229,8 @@ def test_every_result_is_one_json_line(capsys, tmp_path, monkeypatch):
     counts = torch.stack(list(routed.standin_counts(layers=2, tokens=64).values()))
     write_counts(tmp_path / "trace", 7, counts.transpose(0, 1)[:, :, None])
     out = tmp_path / "results.jsonl"
-    assert run.main(["schedulers", "--trace", str(tmp_path / "trace"), "--out", str(out)]) == 0
+    command = ["schedulers", "--trace", str(tmp_path / "trace"), "--out", str(out)]
+    assert run.main([*command, "--granted-nodes", "4", "--granted-seeds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert out.read_text().splitlines() == lines
     parsed = [json.loads(line) for line in lines]
@@ -233,6 +247,10 @@ def test_every_result_is_one_json_line(capsys, tmp_path, monkeypatch):
         "over bound",
         "rails",
         "uneven pairs",
+        "granted, no round trip",
+        "granted, 5 us",
+        "granted, all to one node",
+        "granted over joint, replay",
         "planning",
         "remainders",
     }

@@ -125,10 +125,7 @@ class _Rail:
             self.next[d] = (s - 1) % len(self.owed)
             self.out[d] += 1
             self.num_words += 1
-            if self.hop_s:
-                self._at(self.now + self.hop_s, self._granted, s, d)
-            else:
-                self._granted(s, d)
+            self._at(self.now + self.hop_s, self._granted, s, d)
 
     def _choose(self, d: int) -> int:
         """Return the open sender with the most chunks left; of equals, the next in turn."""
@@ -216,12 +213,5 @@ class _Rail:
                 lowest = some & -some
                 some ^= lowest
                 d = lowest.bit_length() - 1
-                if self.out[d] or self.hop_s or self.taking[s]:
-                    self.open[d] |= 1 << s
-                    self._give(d)
-                else:
-                    # It would grant s, the only one open to it, and have it back in this instant:
-                    # on 128 nodes most grants are of this kind, and events would take minutes.
-                    self.next[d] = (s - 1) % len(self.owed)
-                    self.num_words += 2
-                    self.waiting[s] |= lowest
+                self.open[d] |= 1 << s
+                self._give(d)
