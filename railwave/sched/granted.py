@@ -56,7 +56,7 @@ def granted(
     check_positive_int(outstanding, "outstanding", below=MOST_OUTSTANDING + 1)
     start_us = now_us()
     parts = balanced_parts(demand, record_bytes)
-    how = {"name": "granted", "rail_rule": "even", "unit_bytes": record_bytes}
+    how: dict[str, Any] = {"name": "granted", "rail_rule": "even", "unit_bytes": record_bytes}
     how |= {"order": "chunkwise", "outstanding": outstanding}
     return schedule_pairs(demand, parts, *window_of_pairs(None, demand), start_us, **how)
 
