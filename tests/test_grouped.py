@@ -57,16 +57,16 @@ def check_grouped(received, wanted, case, *, static):
 @pytest.mark.parametrize("path", PATHS)
 def test_every_combination_gives_the_bits_of_the_reference(dtype, path):
     """Rows a token or by expert, repeated or not, static or not: dispatch, and combine back."""
-    N, G = 3, 2
+    N, G = 2, 2
     hidden = 6
     world = make_world(N, G, G, hidden=40, dtype=torch.uint8, staging_records=2)
-    batch = make_batch(world, [3, 0, 4, 2, 4, 1], hidden=hidden, dtype=dtype)
+    batch = make_batch(world, [3, 0, 4, 2], hidden=hidden, dtype=dtype)
     fp8 = dtype == FP8
     extras = [[torch.rand(t, 2, device=DEVICE)] for t in batch.num_tokens] if fp8 else None
     more = {"extras": extras} if fp8 else {}
     routing = batch.topk_idxs, batch.topk_weights
     scales = Batch(world, [e[0].cpu() for e in extras], *routing) if fp8 else None
-    for alignment, again, static in product([None, 1, 4], [False, True], [False, True]):
+    for alignment, again, static in product([None, 4], [False, True], [False, True]):
         case = f"alignment {alignment}, again {again}, static {static}"
         form = {"path": path, "static_shapes": static, "expert_alignment": alignment}
         received = world.dispatch(*batch.arguments, **form, **more, zero_padding=bool(alignment))
