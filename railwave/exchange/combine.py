@@ -113,9 +113,7 @@ def apart(pe: Exchange, options: Options) -> Options:
 
 def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Sum the results of a token's experts here, or weigh its one, where rows are read."""
-    pe, handle = sums.pe, sums.handle
-    args = {**pe.tiles(), "block_h": pe.config.tiles.block_h}
-    del args["shape"]
+    pe, handle, tiles = sums.pe, sums.handle, sums.pe.config.tiles
     pe.kernels.group.gather(
         *(pe.heap.bases, pe.state, words.clone() if pe.in_rows(words) else words, weights),
         *(handle.places, handle.received),
@@ -125,7 +123,10 @@ def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> N
         most_rows=min(handle.max_rows, len(words)) if handle.places is None else handle.max_rows,
         hidden=sums.acc.shape[1],
         dtype=sums.dtype,
-        **args,
+        programs=tiles.programs,
+        block_m=tiles.block_m,
+        block_h=tiles.block_h,
+        warps=tiles.warps,
     )
 
 

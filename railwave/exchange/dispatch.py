@@ -2,6 +2,8 @@
 
 count -> forward -> (verdict) -> quota, match, pack, local -> (put, pack, unpack) a round -> finish
 
+or, for rows by expert, tally, place and spread in place of finish.
+
 With an earlier call's handle nothing is counted or planned, and records are payload alone:
 
 begin -> forward -> heard, pack, local -> (put, pack, unpack) a round -> finish
