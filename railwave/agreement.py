@@ -106,7 +106,7 @@ def check_fit(config: Config, sharing: int, programs: int) -> None:
     all_at_once = sorted(set(config.paths) - set(WAVES))
     if sharing > 1 and all_at_once and config.topo.nodes - 1 > programs:
         raise ValueError(
-            f"paths must be without {' and '.join(all_at_once)} where {sharing} ranks share a GPU "
+            f"paths must be without {', '.join(all_at_once)} where {sharing} ranks share a GPU "
             f"and there are {config.topo.nodes} nodes: {programs} programs of each may wait at once"
         )
 

@@ -261,8 +261,9 @@ class Communicator:
             extras: more (T, n) tensors of any dtype to send beside x, scales of float8 tokens for
                 example; all of a token must fit what was declared, each from 16 bytes on. They are
                 copied first, x too.
-            path: native, rail, permutation, joint (the default), or auto: as the cost table says
-                for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
+            path: native, rail, permutation, joint (the default), granted, or auto: as the cost
+                table says for this traffic (`handle.path`, `handle.decision`). All give the same
+                bytes.
             static_shapes: give max_recv_rows rows, whatever came, and wait for nothing on a GPU: so
                 this call and its combine can be captured in a CUDA graph. What is wrong with a call
                 of any rank, the GPU finds: the next call raises it, or `check`.

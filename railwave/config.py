@@ -19,8 +19,8 @@ from railwave.topology import Topology
 
 logger = logging.getLogger("railwave")
 
-PATHS = ("native", "rail", "permutation", "joint")
-BALANCED = ("rail", "joint")
+PATHS = ("native", "rail", "permutation", "joint", "granted")
+BALANCED = ("rail", "joint", "granted")
 WAVES = ("permutation", "joint")
 
 DEFAULT_STAGING_RECORDS = 8192
@@ -46,6 +46,9 @@ class Tiles:
     match: int  # records a program of match
     programs: int  # programs of a launch that moves payload, over all its peers
     warps: int  # of such a program
+    granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of a rail
+    part_bytes: int  # of what is put before others are heard: 2 round trips
+    patience_ns: int  # of a receiver with a sender that it has granted something
 
     def block_w(self, rows: int) -> int:
         """Return words of each row in a tile of `rows` rows, a power of two."""
@@ -80,6 +83,9 @@ INTERPRETED = Tiles(
     match=1024,
     programs=1,
     warps=4,
+    granted_bytes=0,
+    part_bytes=0,
+    patience_ns=1_000_000_000,
 )
 COMPILED = Tiles(
     chunk=2,
@@ -95,6 +101,9 @@ COMPILED = Tiles(
     match=128,
     programs=128,
     warps=8,
+    granted_bytes=4_000_000,  # with 5 us and 25 GB/s
+    part_bytes=250_000,
+    patience_ns=5_000_000,
 )
 
 
@@ -288,6 +297,13 @@ class Config:
                 rounds.append(Round(i + 1, wave, 1, q * staging, staging, i % 2 * staging))
         return rounds
 
+    def packs(self, this: Round) -> list[Round]:
+        """Divide a round of all peers, whose buffers they keep, into one a wave."""
+        return [
+            replace(this, step=k, wave=k, num_peers=1, buffer=(k - 1) * this.records)
+            for k in range(1, this.num_peers + 1)
+        ]
+
     @property
     def _rank_size(self) -> int:
         """Experts of every rank, if they are placed in order; else 0."""
@@ -335,7 +351,7 @@ class Config:
         topo, S = self.topo, self.shape
         W, G = topo.num_ranks, topo.gpus_per_node
         widest = make_format(self.payload_bytes, self.top_k, G)
-        # Two buffers on wave paths; native and rail have all peers in flight at once.
+        # Two buffers on wave paths; on others all peers may be in flight at once.
         staged = 2 * self.staging_records if set(self.paths) & set(WAVES) else 0
         if set(self.paths) - set(WAVES):
             staged = max(staged, (topo.nodes - 1) * self.proxy_records)
@@ -347,6 +363,7 @@ class Config:
             **dict.fromkeys(("rows_in", "returned", "taken", "rows_read"), G),
             "arrived": topo.nodes * S.CHUNKS,
             "verdict": topo.nodes,
+            **dict.fromkeys(("granted", "landed", "back"), W),
         }
         return Layout.of(
             {

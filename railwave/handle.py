@@ -25,7 +25,7 @@ class Handle:
     Pass it to `combine`, once or several times, in any order with other handles.
     """
 
-    path: str  # native, rail, permutation or joint; its combine follows the same path
+    path: str  # native, rail, permutation, joint or granted; its combine follows the same path
     num_tokens: int  # T of this rank's dispatch
     num_rows: int  # rows of the `Received`: those that came, or with static shapes the most
     max_rows: int  # tokens that came, or with static shapes the most: rows where they arrived

@@ -71,6 +71,7 @@ def judge(
                     None, f"noisy: {one} and {other} differ by {apart:.3f}, more than {AGREEMENT}"
                 )
     candidates = ["native", "rail", "permutation"] if relocated and not one_wave else ["native"]
+    candidates += [] if one_wave else ["granted"]
     if one_wave and not relocated:
         return Verdict(None, "all paths do the same here")
     present = sorted((c for c in candidates if c in median), key=lambda c: median[c])

@@ -137,7 +137,7 @@ class Trace:
         for i in range(min(count, most)):
             what, who, began_ns, ended_ns = records[4 * i : 4 * i + 4]
             at = (exchange.pe, began_ns, ended_ns)
-            if what == wire.GRANTED.value:
+            if what == wire.GAVE.value:
                 self.spans.append(Span("grant", "grant", *at, {"to node": who}, world))
             else:
                 waits.append(Span("wait", wire.WORDS[what], *at, {"for rank": who}, world))

@@ -61,8 +61,8 @@ class LocalWorld:
         expert_to_rank: (E,) ints in [0, W), the rank of each expert.
         staging_records: records per staging buffer on wave paths; a longer slice takes several
             rounds of its wave. Default: the longest slice, at most 8192.
-        paths: the paths that dispatch may take. native and rail need staging for all peers at once,
-            (N - 1) slices, the others two buffers.
+        paths: the paths that dispatch may take. native, rail and granted need staging for all peers
+            at once, (N - 1) slices, the others two buffers.
         cost_table: a `CostTable` or its file, made for this configuration; with it, dispatch takes
             path="auto".
         max_recv_rows: the most rows that one rank receives at once: fewer need less memory, and
@@ -172,8 +172,9 @@ class LocalWorld:
             extras: per rank, more (T, n) tensors of any dtype to send beside x, scales of float8
                 tokens for example; all of a token must fit what was declared, each from 16 bytes
                 on. They are copied first, x too.
-            path: native, rail, permutation, joint (the default), or auto: as the cost table says
-                for this traffic (`handle.path`, `handle.decision`). All give the same bytes.
+            path: native, rail, permutation, joint (the default), granted, or auto: as the cost
+                table says for this traffic (`handle.path`, `handle.decision`). All give the same
+                bytes.
             static_shapes: give max_recv_rows rows, whatever came; see `Received`.
             out: copy, or view: rows are not copied out of the region that they arrive in.
             expert_alignment: give a row per (token, local expert), grouped by expert; each group
@@ -361,16 +362,11 @@ class LocalWorld:
         return results
 
     def _ready(self, pe: int, waits: list[Wait]) -> bool:
-        return all(
-            bool((self.heap.region(pe, wait.word, torch.int64)[wait.index] >= wait.mark).all())
-            for wait in waits
-        )
+        return not self._exchanges[pe].late(waits)
 
     def _missing(self, waiting: dict[int, Waits]) -> str:
         return "; ".join(
-            f"PE {pe} waits for {wait.word}[{wait.index}] >= {wait.mark}, has "
-            f"{self.heap.region(pe, wait.word, torch.int64)[wait.index].tolist()}"
+            f"PE {pe} waits for {word} of PE {writer} to reach {mark}"
             for pe, waits in waiting.items()
-            for wait in waits()
-            if not self._ready(pe, [wait])
+            for word, writer, mark in self._exchanges[pe].late(waits())
         )

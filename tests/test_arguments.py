@@ -105,8 +105,8 @@ def test_dispatch_refuses_lists_and_paths(world, batch):
     def no(error, message, *args, **kwargs):
         refused(world, lambda: world.dispatch(*args, **kwargs), error, message)
 
-    path = "path must be one of native, rail, permutation, joint, got "
-    no(ValueError, path + "'granted'", *batch.arguments, path="granted")
+    path = "path must be one of native, rail, permutation, joint, granted, got "
+    no(ValueError, path + "'fast'", *batch.arguments, path="fast")
     no(ValueError, path + "3", *batch.arguments, path=3)
     no(TypeError, "xs must be a list over ranks, got Tensor", torch.stack(xs), topk_idxs, weights)
     no(TypeError, "topk_weights must be a list over ranks, got NoneType", xs, topk_idxs, None)
@@ -290,7 +290,9 @@ def test_waiting_programs_leave_room_on_a_shared_gpu():
     check_fit(Config(topo=topo, **SMALL), sharing=8, programs=16)
     check_fit(Config(topo=topo, **SMALL), sharing=1, programs=1)
     check_fit(Config(topo=topo, paths=("joint",), **SMALL), sharing=8, programs=1)
-    with pytest.raises(ValueError, match=r"paths must be without native and rail where 32 ranks"):
+    with pytest.raises(
+        ValueError, match=r"paths must be without granted, native, rail where 32 ranks"
+    ):
         check_fit(Config(topo=topo, **SMALL), sharing=32, programs=4)
 
 

@@ -20,6 +20,7 @@ import railwave
 from railwave import report as report_module
 from railwave.cases import demo_case, replay_case
 from railwave.cli import main, write_json
+from railwave.config import BALANCED
 from railwave.report import PathReport, Report, run_paths, same_bits
 from railwave.sched import quota_ref
 from railwave.table import print_report
@@ -27,7 +28,7 @@ from railwave.workloads import read_counts, skewed_routing
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE_TRACE = ROOT / "examples" / "trace"
-PATHS = ("native", "rail", "permutation", "joint")
+PATHS = ("native", "rail", "permutation", "joint", "granted")
 N, G, TOKENS, EXPERTS, TOP_K, SEED = 3, 2, 12, 12, 3, 5
 TINY = ["demo", "--nodes=2", "--gpus=1", "--tokens=2", "--hidden=2", "--experts=2", "--topk=2"]
 KEYS = {
@@ -98,19 +99,19 @@ def test_demo_measures_the_rails_that_the_routing_implies(demo, records):
     hot = int(by_rail.max(dim=1).values.argmax())
     quotas = torch.stack([quota_ref(records[s], torch.ones(N, G).bool(), s) for s in range(N)])
     for name, path in demo.report["paths"].items():
-        sent = quotas.sum(dim=2) if name in ("rail", "joint") else by_rail
+        sent = quotas.sum(dim=2) if name in BALANCED else by_rail
         total = int(by_rail[hot].sum())
         assert path["hot_node"] == hot
         assert path["rail_share_before"] == pytest.approx((by_rail[hot] / total).tolist())
         assert path["rail_share"] == pytest.approx((sent[hot] / total).tolist())
         assert path["rho_g"] == pytest.approx(int(sent.max()) * N * G / int(sent.sum()))
         moved = int((records - quotas).clamp(min=0).sum())
-        assert path["relocated"] == (moved if name in ("rail", "joint") else 0)
+        assert path["relocated"] == (moved if name in BALANCED else 0)
     assert moved > 0
 
 
 def test_balanced_slices_are_even_to_within_a_record(demo, records):
-    for name in ("rail", "joint"):
+    for name in BALANCED:
         path = demo.report["paths"][name]
         assert path["quota_spread"] <= 1
         sent = [share * int(records[path["hot_node"]].sum()) for share in path["rail_share"]]
@@ -130,7 +131,7 @@ def test_windows_and_fan_in_are_those_of_the_path(demo, records):
             assert path["max_fan_in"] == 1
         else:
             kappa = int(together.max()) * N / int(together.sum())
-            assert path["max_fan_in"] > 1
+            assert path["max_fan_in"] > 1 or name == "granted"
         assert path["kappa"] == pytest.approx(kappa)
 
 
@@ -146,7 +147,7 @@ def test_demo_prints_a_row_per_path(demo):
         assert "yes" in row and "->" in row and "%" in row
         before, after = row.split("%")[:2]
         even = len({mark for mark in after if mark in "▁▂▃▄▅▆▇█"}) == 1
-        assert even == (name in ("rail", "joint")), row
+        assert even == (name in BALANCED), row
         assert len({mark for mark in before if mark in "▁▂▃▄▅▆▇█"}) > 1
     assert any(line.startswith("Verified bit for bit") for line in lines)
     assert all(len(line) <= 100 for line in lines)

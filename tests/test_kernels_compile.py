@@ -36,6 +36,7 @@ RUNS = (
     ("native", torch.bfloat16),
     ("joint", torch.float32),
     ("joint", torch.float16),
+    ("granted", torch.bfloat16),
 )
 
 
@@ -180,7 +181,7 @@ def test_nothing_is_evaluated_twice():
 
 REMOTE_KERNELS = {"_notify_kernel", "_count_kernel", "_forward_kernel", "_quota_kernel"}
 REMOTE_KERNELS |= {"_verdict_kernel", "_put_kernel", "_unpack_kernel"}
-REMOTE_KERNELS |= {"_copy_in_kernel", "_give_back_kernel"}
+REMOTE_KERNELS |= {"_copy_in_kernel", "_give_back_kernel", "_granted_kernel"}
 
 
 @pytest.mark.parametrize("kernel", sorted(REMOTE_KERNELS))

@@ -375,7 +375,10 @@ class Surrogate:
 WRONG = {
     "id": ("ValueError", r"expert ids in \[0, 8\) or -1 for none, got \[3, 8, 0\] in row 1"),
     "tokens": ("ValueError", r"at most max_tokens_per_rank = 4 tokens, got 5; raise max_tokens_pe"),
-    "path": ("ValueError", "path must be one of native, rail, permutation, joint, got 'fast'"),
+    "path": (
+        "ValueError",
+        "path must be one of native, rail, permutation, joint, granted, got 'fast'",
+    ),
     "path array": ("ValueError", r"path must be one of native, .*, got tensor\(\[1, 2\]\)"),
     "fp4": ("TypeError", r"x must have elements of whole bytes, got torch.float4_e2m1fn_x2"),
     "surrogate": ("ValueError", "path must be one of"),

@@ -68,6 +68,7 @@ KERNEL_LAYERS = [
     "lang",
     "nvshmem",
     "wire",
+    "granted",
     "notify",
     "verdict",
     "count",

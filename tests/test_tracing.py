@@ -72,18 +72,23 @@ def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
     for pe in range(6):
         mine = [span for span in trace.spans if span.pe == pe and span.kind == "stage"]
         names = [span.name for span in mine]
-        assert names.count("put") == 2 * rounds and names.count("unpack") == rounds
+        puts = names.count("put" if path != "granted" else path)
+        assert names.count("unpack") == rounds
+        # Interpreted, a launch of `granted` is a step: there are several.
+        assert puts == 2 * rounds or (path == "granted" and puts > 2)
         assert names.count("count") == names.count("finish") == names.count("final") == 1
         steps = [span.details["step"] for span in mine if span.name == "unpack"]
         assert steps == list(range(1, rounds + 1))
     phases = [e["name"] for e in trace.events() if e.get("cat") == "phase" and e["pid"] == 0]
     assert phases == ["dispatch", "combine"]
     grants = [span for span in trace.spans if span.kind == "grant"]
-    # Notify grants a dispatch's first round; native and rail have one round with two peers.
-    assert 0 < len(grants) <= 6 * (2 if path in ("native", "rail") else rounds - 1 + rounds)
+    # Notify grants a dispatch's first round; native and rail have one round with two peers; granted
+    # has two in each phase, which a busy one may hand back.
+    most = {"native": 2, "rail": 2, "granted": 8}.get(path, rounds - 1 + rounds)
+    assert 0 < len(grants) <= 6 * most
     summary = trace.summary()
     assert set(summary.stages) == {s.name for s in trace.spans if s.kind == "stage"}
-    assert "put" in str(summary)
+    assert ("put" if path != "granted" else path) in str(summary)
 
 
 def test_pes_that_wait_for_their_turn_are_shown():
@@ -173,7 +178,7 @@ def waiting(rank, folder, in_kernels):
     dist.barrier()
     with railwave.trace(f"{folder}/out.json") as trace:
         if rank == 3:
-            time.sleep(0.4)
+            time.sleep(1.5)
         combine(rw, batch, dispatch(rw, batch, "joint"), outs)
     dist.barrier()
     check_events(trace.events())
@@ -183,7 +188,7 @@ def waiting(rank, folder, in_kernels):
     if rank == 1:  # of the same rail at the other node: it waits for rank 3 itself
         longest = max(waits, key=lambda span: span.ended_ns - span.began_ns)
         assert longest.name == "notify" and longest.details == {"for rank": 3}
-        assert 0.2e9 < longest.ended_ns - longest.began_ns < 10e9
+        assert 1e9 < longest.ended_ns - longest.began_ns < 10e9
         assert next(iter(summary.waited_for)) == 3 and next(iter(summary.waits)) == "notify"
     return [span.name for span in trace.spans if span.kind == "grant"]
 

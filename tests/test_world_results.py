@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heaps import DEVICE
-from railwave.config import INTERPRETED, PATHS
+from railwave.config import BALANCED, INTERPRETED, PATHS
 from worlds import (
     LastFirst,
     bytes_equal,
@@ -147,7 +147,7 @@ def test_fewer_rails_than_gpus_and_three_rounds_a_slice():
     )
     assert world.config.rounds_per_wave == 3
     batch = make_batch(world, 4)
-    for path in ("rail", "joint"):
+    for path in BALANCED:
         run(batch, path)
 
 

@@ -225,6 +225,7 @@ def check_traffic(batch, path, put_bytes):
         assert traffic.max_fan_in <= 1
     else:
         windows = [pairs]
+        assert path != "granted" or traffic.max_fan_in <= 2
     assert [set(window) for window in traffic.windows] == [w for w in windows if w], path
     assert (traffic.max_fan_in > 0) == bool(pairs)
 

@@ -169,7 +169,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--path",
         action="append",
         metavar="PATH",
-        help="native, rail, permutation, joint or all; a comma list, or given again (default: all)",
+        help="native, rail, permutation, joint, granted or all; a comma list, or given again "
+        "(default: all)",
     )
     parser.add_argument(
         "--processes",

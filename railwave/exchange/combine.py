@@ -1,6 +1,8 @@
 """Combine: the results of a token's rows back to its owner, summed.
 
 (gather) -> copy in -> own, reduce -> (put, reduce, give back, take) a round -> final
+
+On the path granted, the one round's put is `granted`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from itertools import zip_longest
 import torch
 
 from railwave.config import Round
+from railwave.exchange.granted import granted
 from railwave.exchange.pe import Exchange, Stages
 from railwave.exchange.words import as_words
 from railwave.handle import Handle
@@ -78,21 +81,11 @@ def combine(
     if rounds:
         _reduce(sums, rounds[0])
     for this, after in zip_longest(rounds, rounds[1:]):
-        yield partial(pe.put_waits, handle.in_load, this, packed=False, grant=True)
-        if after and pe.beside:
-            with pe.beside_put():
-                _reduce(sums, after)
-        pe.put(
-            *(handle.in_load, this),
-            record_words=sums.sum_words,
-            wait_packed=False,
-            wait_grant=True,
-            tell_taken=this.step > 1,
-        )
-        if after and not pe.beside:
-            _reduce(sums, after)
-        elif after:
-            pe.join()
+        if handle.path == "granted":
+            loads = handle.in_load, handle.out_load
+            yield from granted(pe, *loads, this, record_words=sums.sum_words)
+        else:
+            yield from _put(sums, this, after)
         yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
         _give_back(sums, this, after)
         yield pe.all_wait("returned", this.step)
@@ -100,6 +93,26 @@ def combine(
             _take(sums, this, i, last=after is None and i == this.num_peers - 1)
     yield pe.all_wait("rows_read", 1)
     return _final(sums, options.bias)
+
+
+def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
+    """Put a round's sums; add up those of the round after it meanwhile."""
+    pe, handle = sums.pe, sums.handle
+    yield partial(pe.put_waits, handle.in_load, this, packed=False, grant=True)
+    if after and pe.beside:
+        with pe.beside_put():
+            _reduce(sums, after)
+    pe.put(
+        *(handle.in_load, this),
+        record_words=sums.sum_words,
+        wait_packed=False,
+        wait_grant=True,
+        tell_taken=this.step > 1,
+    )
+    if after and not pe.beside:
+        _reduce(sums, after)
+    elif after:
+        pe.join()
 
 
 def apart(pe: Exchange, options: Options) -> Options:
@@ -154,7 +167,7 @@ def _copy_in(
         grant_off=layout["grant"],
         row_words=sums.row_words,
         most_rows=0 if there else len(words),
-        grant_waves=rounds[0].num_peers if rounds else 0,
+        grant_waves=rounds[0].num_peers if rounds and handle.path != "granted" else 0,
         status=status,
         sum_words=sums.sum_words,
         **pe.notify_args(),

@@ -2,6 +2,8 @@
 
 count -> forward -> (verdict) -> quota, match, pack, local -> (put, pack, unpack) a round -> finish
 
+On the path granted, the one round's put is `granted`, which the other packs are beside.
+
 or, for rows by expert, tally, place and spread in place of finish.
 
 With an earlier call's handle nothing is counted or planned, and records are payload alone:
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 from railwave.config import BALANCED, Round
+from railwave.exchange.granted import granted
 from railwave.exchange.pe import Exchange, Stages, Waits
 from railwave.exchange.words import from_words, join_words, part_of, part_starts, payload_bytes
 from railwave.handle import Call, Handle, Received
@@ -37,11 +40,15 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     call = _apart(pe, call)
     moves = yield from _repeat(pe, call) if call.again else _plan(pe, call)
     rounds = pe.config.rounds(moves.call.path)
-    if rounds:
+    if rounds and moves.call.path == "granted":
+        yield from _granted(moves, rounds[0])
+    elif rounds:
         moves.pack(rounds[0])
-    moves.local(tell_packed=bool(rounds))
-    for this, after in zip_longest(rounds, rounds[1:]):
-        yield from _round(moves, this, after)
+        moves.local(tell_packed=True)
+        for this, after in zip_longest(rounds, rounds[1:]):
+            yield from _round(moves, this, after)
+    else:
+        moves.local(tell_packed=False)
     yield pe.all_wait("delivered", 1)
     return finish(pe, moves.call, moves.handle)
 
@@ -77,6 +84,26 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
         pe.join()
     yield partial(pe.arrived_waits, moves.handle.in_load, this)
     moves.unpack(this, after)
+
+
+def _granted(moves: Moves, this: Round) -> Stages:
+    """Move all records as receivers grant them; pack those of later waves meanwhile."""
+    pe, handle = moves.pe, moves.handle
+    packs = pe.config.packs(this) if pe.beside else [this]
+    moves.pack(packs[0])
+    moves.local(tell_packed=True)
+    yield partial(pe.put_waits, handle.out_load, packs[0], packed=True, grant=False)
+    if packs[1:]:
+        with pe.beside_put():
+            for later in packs[1:]:
+                moves.pack(later, beside=True)
+    words = moves.call.fmt.RECORD_WORDS
+    loads = handle.out_load, handle.in_load
+    yield from granted(pe, *loads, this, record_words=words, packs=len(packs))
+    if packs[1:]:
+        pe.join()
+    yield partial(pe.arrived_waits, handle.in_load, this)
+    moves.unpack(this, None)
 
 
 def _plan(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
@@ -218,21 +245,22 @@ class Moves:
             return self.pe.kernels.pack.Tokens(words, words, words.view(torch.float32))
         return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)
 
-    def pack(self, this: Round, *, wait_step: int = 0) -> None:
-        """Write a round's records to their proxies; `wait_step`: beside a put."""
+    def pack(self, this: Round, *, wait_step: int = 0, beside: bool = False) -> None:
+        """Write a round's records to their proxies; beside a put: after `wait_step`, or at once."""
         pe, call, handle = self.pe, self.call, self.handle
         layout, tiles = pe.heap.layout, pe.config.tiles
-        programs = pe.programs(this)
+        programs, later = pe.programs(this), wait_step or beside
         pe.kernels.pack.pack(
             *(pe.heap.bases, pe.state, handle.num_records, handle.record_token),
             *(handle.proxy, handle.slot, pe.row_index, self._tokens),
             send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
             packed_off=layout["packed"],
             wait_step=wait_step,
+            tell_step=this.step if beside else 0,
             fmt=call.fmt,
             block_w=tiles.block_w(tiles.block_m),
             **pe.round_args(this),
-            **{**pe.tiles(), "programs": max(1, programs // 2) if wait_step else programs},
+            **{**pe.tiles(), "programs": max(1, programs // 2) if later else programs},
         )
 
     def local(self, *, tell_packed: bool) -> None:

@@ -5,6 +5,7 @@ Letters: N nodes, G GPUs a node, R rails, E experts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,15 @@ Late = tuple[str, int, int]  # word, its writer, the mark that it has not reache
 
 
 @dataclass(frozen=True)
+class News:
+    """Any word of some regions must go on from what it was, or a time pass."""
+
+    seen: dict[str, torch.Tensor]  # by region
+    until_ns: float
+    missing: Late  # one that there is no news of
+
+
+@dataclass(frozen=True)
 class Failure:
     """Why a phase failed: a wait past its deadline, a wrong call, or rows that do not fit."""
 
@@ -53,7 +63,7 @@ class Failure:
 
 # A stage yields what the next one waits for, to be worked out by who wants to know: it reads tables
 # that are on the device.
-Waits = Callable[[], list[Wait]]
+Waits = Callable[[], list[Wait | News]]
 Stages = Generator[Waits, None, Any]
 
 
@@ -112,6 +122,13 @@ class Exchange:
         self.counts = self.ints(1 + S.N + S.N * S.G + S.E)
         self.row_index = self.ints(S.T, S.N * S.G)
         self.put_words: torch.Tensor | None = None  # of the phase that runs: (N + 1,) of a handle
+        # What the path granted knows, and whether a launch of it runs to the end: where a launch of
+        # another PE could not run beside it, or the host listens to others, it comes back.
+        granted = self.kernels.granted
+        lanes = granted.lanes(S) if "granted" in config.paths and S.N > 1 else 0
+        rows = granted.ROWS.value
+        self.grants = torch.zeros(rows, lanes, dtype=torch.int64, device=device)
+        self.persists = device.type == "cuda" and not isinstance(heap, LocalHeap)
         self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
         # A stream for what is packed while a put runs; None: one after the other.
         self.beside = (
@@ -221,11 +238,19 @@ class Exchange:
         mates = slice(self.local, None, self.config.topo.gpus_per_node)
         return lambda: [Wait(word, mates, self.mark(step))]
 
-    def late(self, waits: list[Wait]) -> list[Late]:
+    def words(self, name: str) -> torch.Tensor:
+        """View the words of a region of this PE."""
+        return self.heap.region(self.pe, name, torch.int64)
+
+    def late(self, waits: list[Wait | News]) -> list[Late]:
         """List the words that have not come."""
         late = []
         for wait in waits:
-            words = self.heap.region(self.pe, wait.word, torch.int64)
+            if isinstance(wait, News):
+                same = all(torch.equal(self.words(name), seen) for name, seen in wait.seen.items())
+                late += [wait.missing] if same and time.monotonic_ns() < wait.until_ns else []
+                continue
+            words = self.words(wait.word)
             behind = torch.zeros_like(words, dtype=torch.bool)
             behind[wait.index] = words[wait.index] < wait.mark
             for index in behind.nonzero().flatten().tolist():
@@ -234,7 +259,7 @@ class Exchange:
 
     def _writer(self, word: str, index: int) -> int:
         S = self.config.shape
-        if word in ("notify", "grant", "said", "reset"):
+        if word in ("notify", "grant", "said", "reset", "granted", "landed", "back"):
             return index
         if word == "arrived":
             return index // S.CHUNKS * S.G + self.local
@@ -469,7 +494,7 @@ class Exchange:
 
     def saw_arrival(self, recv_load: torch.Tensor, this: Round) -> None:
         """Tell the observer that all of a round has arrived here."""
-        if self.observer:
+        if self.observer and self.path != "granted":  # of which it was told chunk by chunk
             for s, _ in self._peers(recv_load, this, direction=-1):
                 peer = s * self.config.topo.gpus_per_node + self.local
                 self.observer.arrived(peer, self.pe, rail=self.rail)

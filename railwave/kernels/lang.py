@@ -141,7 +141,9 @@ if INTERPRET:
 
     def i64(x):
         """Return a scalar as a Python int, whose arithmetic costs nothing."""
-        return int(x.handle.data.item()) if isinstance(x, tl.tensor) else x
+        if isinstance(x, tl.tensor):
+            return int(x.handle.data.item())
+        return x.value if isinstance(x, tl.constexpr) else x
 
     def clamp(x, low, high):
         """Return the scalar x, or the bound that it passes."""

@@ -131,6 +131,7 @@ def _pack_kernel(
     wave,
     first,
     wait_step,
+    tell_step,
     S: tl.constexpr,
     F: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
@@ -142,6 +143,7 @@ def _pack_kernel(
 
     Round i overwrites what the proxies put in round i - 2, which has ended once each of them has
     said packed(i - 1): wait_step, if this launch does not follow a put that waited for it.
+    tell_step: the last program says packed(tell_step), for a put that runs beside this.
 
     Example: ROUND_RECORDS 2, first 2: of slots 0, 1, 2, 3 of a proxy the last two go to its
     places 0 and 1.
@@ -178,6 +180,10 @@ def _pack_kernel(
             tl.store(meta_ptrs, me + t * 0, mask=mask_i)
             rows = _load_rows(row_index_ptr, t, mask_i, d, S)
             _store_entries(meta_ptrs + 1, rows, mask_i, F, S)
+    if i64(tell_step) > 0:
+        if is_last(state_ptr) > 0:
+            value: int = mark(state_ptr, i64(tell_step), S)
+            tell_node(bases_ptr, state_ptr, me, packed_off, value, S)
 
 
 @jit
@@ -265,6 +271,7 @@ def pack(
     first: int,
     round_records: int,
     wait_step: int = 0,
+    tell_step: int = 0,
     shape: Shape,
     fmt: Format,
     programs: int,
@@ -286,12 +293,13 @@ def pack(
         wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
         first, round_records: slots [first, first + round_records) are this round's.
         wait_step: wait for packed(wait_step) of the node first; 0: nothing to wait for.
+        tell_step: say packed(tell_step) at the end; 0: what is launched next says it.
         programs, block_m, block_w: programs a peer, records a tile, words of each in it.
         warps: of a program.
     """
     _pack_kernel[(programs, num_peers)](
         *(bases, state, num_records, record_token, proxy, slot, row_index, *tokens.kernel_args()),
-        *(me, send_off, packed_off, wave, first, wait_step),
+        *(me, send_off, packed_off, wave, first, wait_step, tell_step),
         S=shape,
         F=fmt,
         ROUND_RECORDS=round_records,

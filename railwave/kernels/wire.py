@@ -46,7 +46,7 @@ DONE = tl.constexpr(13)  # programs of a launch that have ended, see `is_last`
 BAD_IDS = tl.constexpr(14)  # 1 if a token of the running dispatch names no expert
 STATE_WORDS = 15
 MAX_NOTES = tl.constexpr(1 << 15)
-GRANTED = tl.constexpr(100)  # what a note says beside the words: a grant given, to a node
+GAVE = tl.constexpr(100)  # what a note says beside the words: a grant given, to a node
 
 # The words, each with its writer and readers; an error record holds the position in this tuple.
 # The last two are no words: a record says that a call was wrong or another one, or that rows do not
@@ -62,6 +62,9 @@ WORDS = (
     "taken",  # owner -> node: I have read your sums of the round
     "rows_read",  # ingress -> node: I have read your rows
     "verdict",  # node -> all: the most rows of one of its ranks (`max_recv_rows` bounds them)
+    "granted",  # receiver -> sender: put so many chunks; this one and the next two: see `granted`
+    "landed",  # sender -> receiver: so many are put
+    "back",  # sender -> receiver: so many grants come back
     "call",
     "overflow",
 )
@@ -75,8 +78,11 @@ RETURNED = tl.constexpr(6)
 TAKEN = tl.constexpr(7)
 ROWS_READ = tl.constexpr(8)
 VERDICT = tl.constexpr(9)
-CALL = tl.constexpr(10)
-OVERFLOW = tl.constexpr(11)
+GRANTED = tl.constexpr(10)
+LANDED = tl.constexpr(11)
+BACK = tl.constexpr(12)
+CALL = tl.constexpr(13)
+OVERFLOW = tl.constexpr(14)
 
 
 @helper
@@ -297,7 +303,7 @@ def grant(
     if i64(_notes(state_ptr)) != 0:
         if i64(tile_max(mask.to(tl.int64), 0)) > 0:
             now: int = i64(clock_ns())
-            note(state_ptr, GRANTED, s, now, now)
+            note(state_ptr, GAVE, s, now, now)
     if S.REMOTE:
         word: int = own_address(bases_ptr, me, grant_off + me * 8)
         RAIL_GPUS: tl.constexpr = S.RAIL_GPUS  # static_range takes nothing else
@@ -387,6 +393,46 @@ def start_counting(put_words_ptr, record_words, S: tl.constexpr):
     tl.store(put_words_ptr + d, counts, mask=d <= S.N)
 
 
+@helper
+def put_chunk(
+    bases_ptr,
+    put_words_ptr,
+    me,
+    d,
+    n,
+    c,
+    src_off,
+    dst_off,
+    arrived_off,
+    value,
+    S: tl.constexpr,
+    RECORD_WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Put chunk c of n records to the PE with this one's local index at node d, then its word."""
+    ingress: int = d * S.G + me % S.G
+    chunks: int = chunks_of(n, S)
+    start: int = n * c // chunks * RECORD_WORDS
+    # Times 4, which it is already, so that the compiler knows and moves 16 bytes at a time.
+    num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4
+    word_off: int = arrived_off + (me // S.G * S.CHUNKS + c) * 8
+    if is_mapped(bases_ptr, ingress) > 0:
+        src = tl.multiple_of(heap_i32(bases_ptr, me, src_off) + start, 16)
+        dst = tl.multiple_of(heap_i32(bases_ptr, ingress, dst_off) + start, 16)
+        for w in range(0, num_words, BLOCK_W):
+            offs_w = w + iota(BLOCK_W)
+            words = tl.load(src + offs_w, mask=offs_w < num_words, other=0)
+            tl.store(dst + offs_w, words, mask=offs_w < num_words)
+        signal(heap_i64(bases_ptr, ingress, word_off), value, None)
+    elif S.REMOTE:
+        put_signal(
+            own_address(bases_ptr, me, dst_off + start * 4),
+            own_address(bases_ptr, me, src_off + start * 4),
+            *(num_words * 4, own_address(bases_ptr, me, word_off), value, ingress),
+        )
+    tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
+
+
 @jit
 def _put_kernel(
     bases_ptr,
@@ -434,34 +480,12 @@ def _put_kernel(
         )
 
     buffer_off: int = peer * (ROUND_RECORDS * RECORD_WORDS * 4)
-    src_off: int = send_off + buffer_off
-    dst_off: int = recv_off + buffer_off
-    word_off: int = arrived_off + node * (S.CHUNKS * 8)
-    ingress: int = d * S.G + local
-    mapped: int = is_mapped(bases_ptr, ingress)
-    src_ptr = heap_i32(bases_ptr, me, src_off)
-    dst_ptr = heap_i32(bases_ptr, ingress, dst_off)
-    word_ptr = heap_i64(bases_ptr, ingress, word_off)
     chunks: int = chunks_of(n, S)
     for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
-        start: int = n * c // chunks * RECORD_WORDS
-        # Times 4, which it is already, so that the compiler knows and moves 16 bytes at a time.
-        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4
-        if mapped > 0:
-            src = tl.multiple_of(src_ptr + start, 16)
-            dst = tl.multiple_of(dst_ptr + start, 16)
-            for w in range(0, num_words, BLOCK_W):
-                offs_w = w + iota(BLOCK_W)
-                words = tl.load(src + offs_w, mask=offs_w < num_words, other=0)
-                tl.store(dst + offs_w, words, mask=offs_w < num_words)
-            signal(word_ptr + c, value, None)
-        elif S.REMOTE:
-            put_signal(
-                own_address(bases_ptr, me, dst_off + start * 4),
-                own_address(bases_ptr, me, src_off + start * 4),
-                *(num_words * 4, own_address(bases_ptr, me, word_off + c * 8), value, ingress),
-            )
-        tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
+        put_chunk(
+            *(bases_ptr, put_words_ptr, me, d, n, c, send_off + buffer_off, recv_off + buffer_off),
+            *(arrived_off, value, S, RECORD_WORDS, BLOCK_W),
+        )
 
 
 def put(

@@ -9,7 +9,13 @@ from matplotlib.figure import Figure
 
 BAR, BOUND, EVEN = "#4477aa", "#cc3311", "#555555"
 SERIES = ("#bbbbbb", BAR, "#228833", "#ccbb44", "#aa3377", "#66ccee")  # before is grey
-PATH = {"native": "#bbbbbb", "rail": "#66ccee", "permutation": "#ccbb44", "joint": "#228833"}
+PATH = {
+    "native": "#bbbbbb",
+    "rail": "#66ccee",
+    "permutation": "#ccbb44",
+    "joint": "#228833",
+    "granted": "#aa3377",
+}
 # Nodes as senders: each of the others must stand out beside its neighbours.
 NODE = (BAR, "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 MAX_TICKS = 16  # rails or nodes that there is room to number

@@ -1,0 +1,351 @@
+"""The kernel of granted chunks: every byte, every state against the protocol's model, and faults.
+
+Letters: N nodes, G GPUs a node, R rails, W = N * G ranks.
+"""
+
+import random
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heaps import (
+    KERNELS,
+    LEAST,
+    WIRE,
+    Memory,
+    failure,
+    make_config,
+    make_state,
+    mark,
+    seeds,
+)
+from test_granted_model import NOBODY, Model, State, table
+
+granted, wire = KERNELS.granted, KERNELS.wire
+
+EPOCH = 3
+BASE = EPOCH << 32
+RECORD_WORDS = 8
+MS = 1_000_000
+
+
+class Cluster:
+    """All PEs of a small cluster in the stage: their tables, states and words.
+
+    Args:
+        load: (N, N, G) records that GPU g of node s puts to node d.
+    """
+
+    def __init__(self, config, load, *, patience_ms=10_000, deadline_ms=10_000, **sizes):
+        self.config, self.load, self.sizes = config, load, sizes
+        self.memory, W = Memory(config), config.topo.num_ranks
+        self.patience_ns = patience_ms * MS
+        shape = (granted.ROWS.value, granted.lanes(config.shape))
+        self.tables = [torch.full(shape, -7, dtype=torch.int64) for _ in range(W)]
+        self.states = [make_state(epoch=EPOCH, deadline_ms=deadline_ms) for _ in range(W)]
+        self.put_words = [torch.zeros(config.shape.N, dtype=torch.int64) for _ in range(W)]
+        self.begun = set()
+        for pe in range(W):
+            memory = self.memory.want.region(pe, "send", torch.int32)
+            memory[:] = torch.randint(-(2**31), 2**31, memory.shape).int()
+        self.memory.start()
+
+    def step(self, pe, *, packs=0, most_steps=1):
+        """Let a PE take a step; return whether it is done."""
+        layout, (s, _) = self.memory.layout, divmod(pe, self.config.shape.G)
+        words = ("arrived", "granted", "landed", "back", "packed")
+        granted.granted(
+            *(self.tables[pe], self.memory.bases, self.states[pe], self.put_words[pe]),
+            *(self.load[s].int(), self.load[:, s].contiguous().int()),
+            self.config.tables.rail_mates(pe),
+            **{"me": pe, "send_off": layout["send"], "recv_off": layout["recv"]},
+            **{f"{name}_off": layout[name] for name in words},
+            **{"begin": pe not in self.begun, "packs": packs, "most_steps": most_steps},
+            **{"record_words": RECORD_WORDS, "patience_ns": self.patience_ns},
+            **{"least_bytes": 0, "part_bytes": 0, "block_w": 8, **self.sizes},
+            shape=self.config.shape,
+        )
+        self.begun.add(pe)
+        return bool(self.knows(pe, "DONE"))
+
+    def knows(self, pe, row):
+        """Return what a PE has in the first lane of a row."""
+        return int(self.tables[pe][getattr(granted, row).value, 0])
+
+    def row(self, pe, row):
+        return self.tables[pe][getattr(granted, row).value]
+
+    def word(self, pe, name, writer):
+        """Return what `writer` has said to `pe`, above the phase's base."""
+        return max(int(self.memory.got.region(pe, name, torch.int64)[writer]) - BASE, 0)
+
+    def out(self, pe):
+        """Return the grants out at a receiver, by lane."""
+        returned = (self.row(pe, "BACK_READ") + 1) // 2
+        return self.row(pe, "GIVEN") - self.row(pe, "LANDED_READ") // 2 - returned
+
+    def in_flight(self, node, rail):
+        """List the nodes that are putting a chunk to a rail of a node."""
+        topo = self.config.topo
+        return {
+            topo.node_of(pe)
+            for pe in self.begun
+            if self.knows(pe, "SERVING") == node and topo.rail_of_gpu[topo.local_of(pe)] == rail
+        }
+
+    def run(self, order):
+        """Let PEs take steps until all are done; check the bound at every moment."""
+        waiting, topo = list(range(self.config.topo.num_ranks)), self.config.topo
+        for _ in range(10_000):
+            pe = order.choice(waiting)
+            if self.step(pe, most_steps=order.choice([1, 1, 2, 5])):
+                waiting.remove(pe)
+            rail = topo.rail_of_gpu[topo.local_of(pe)]
+            for node in range(topo.nodes):
+                assert len(self.in_flight(node, rail)) <= granted.OUTSTANDING.value
+            if pe in self.begun:
+                assert int(self.out(pe).sum()) <= granted.OUTSTANDING.value
+            if not waiting:
+                return
+        raise AssertionError(f"PEs {waiting} came to no end")
+
+    def check(self):
+        """Check every byte of every PE, what is counted, and that words balance."""
+        S, memory = self.config.shape, self.memory
+        for pe in range(self.config.topo.num_ranks):
+            node, local = divmod(pe, S.G)
+            peers, size = S.N - 1, (S.PROXY_RECORDS, RECORD_WORDS)
+            into = [memory.view(d * S.G + local, "recv", peers, *size) for d in range(S.N)]
+            counted = torch.zeros_like(self.put_words[pe])
+            send = memory.view(pe, "send", peers, *size)
+            granted.granted_ref(into, counted, send, self.load[node].int(), me=pe, shape=S)
+            assert torch.equal(self.put_words[pe], counted)
+            for d in range(S.N):
+                chunks = S.num_chunks(int(self.load[node, d, local]))
+                words = memory.words(d * S.G + local, "arrived")[node * S.CHUNKS :][:chunks]
+                words[:] = mark(self.config, 1, epoch=EPOCH)
+        for pe in range(self.config.topo.num_ranks):
+            leader = int(self.config.tables.rail_mates(pe)[0])
+            for d in range(S.N):
+                receiver = d * S.G + leader
+                lanes = self.row(pe, "CHUNKS_OUT")
+                given, back = self.word(pe, "granted", receiver), self.word(receiver, "back", pe)
+                landed = self.word(receiver, "landed", pe)
+                assert landed == 2 * int(lanes[d]) == 2 * (given - (back + 1) // 2)
+                assert back % 2 == 0
+            for name in ("granted", "landed", "back"):  # as just checked
+                memory.words(pe, name)[:] = memory.got.region(pe, name, torch.int64)
+        memory.check()
+
+
+@st.composite
+def clusters(draw):
+    """Draw a cluster and its records: any rails, chunks of any length."""
+    draw(seeds)
+    N, G = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    rail_of_gpu = draw(st.lists(st.integers(0, 1), min_size=G, max_size=G))
+    config = make_config(
+        *(N, G, 2),
+        rail_of_gpu=rail_of_gpu,
+        max_tokens_per_rank=draw(st.sampled_from([1, 6, 40])),
+        tiles={
+            "chunk": draw(st.sampled_from([LEAST, 4])),
+            "chunks": draw(st.sampled_from([3, 64])),
+        },
+    )
+    most = config.shape.PROXY_RECORDS
+    load = torch.randint(0, most + 1, (N, N, G))
+    load *= torch.rand(load.shape) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+    load[range(N), range(N)] = 0
+    sizes = {name: draw(st.sampled_from([0, 1, 300])) for name in ("least_bytes", "part_bytes")}
+    return Cluster(config, load, **sizes)
+
+
+@settings(max_examples=25)
+@given(clusters(), st.randoms(use_true_random=False))
+def test_every_record_arrives_once_whatever_the_order(cluster, order):
+    cluster.run(order)
+    cluster.check()
+
+
+def ring_of_chunks(*slices, nodes=3, parts=1, deadline_ms=10_000, patience_ms=10_000):
+    """Make a cluster of one GPU a node; slices (s, d, chunks), of so many parts each."""
+    load = torch.tensor(table(nodes, *slices))[:, :, None] * LEAST * parts
+    config = make_config(
+        *(nodes, 1, 1),
+        max_tokens_per_rank=max(2, int(load.max())),
+        staging_records=1,
+        tiles={"chunk": LEAST, "chunks": 256},
+    )
+    times = {"deadline_ms": deadline_ms, "patience_ms": patience_ms}
+    return Cluster(config, load, **times, least_bytes=parts * LEAST * RECORD_WORDS * 4)
+
+
+def test_granted_example():
+    """Node 2 is busy with node 0 when node 1 grants it: the grant comes back, then is given again.
+
+    Two chunks are bound for node 0 from node 2, one for node 1; each is a part, so "near" at once.
+    """
+    cluster = ring_of_chunks((2, 0, 2), (2, 1, 1))
+    cluster.step(0)
+    cluster.step(1)
+    assert [cluster.word(2, "granted", d) for d in (0, 1)] == [1, 1]
+    cluster.step(2)  # takes the first in its waves' order, that of node 0; holds that of node 1
+    assert [cluster.word(d, "landed", 2) for d in (0, 1)] == [2, 0]
+    assert (cluster.knows(2, "SERVING"), cluster.knows(2, "HELD")) == (NOBODY, 1)
+    cluster.step(0)  # sees the chunk; grants the other
+    assert cluster.word(2, "granted", 0) == 2
+    cluster.step(2)  # puts the one held, and so near its end holds the other
+    assert [cluster.word(d, "landed", 2) for d in (0, 1)] == [2, 2]
+    assert cluster.knows(2, "HELD") == 0 and cluster.step(1)
+    assert cluster.step(2) and cluster.step(0)
+    cluster.check()
+
+
+def as_state(cluster, model):
+    """Return a cluster of one GPU a node as a state of the model.
+
+    What a sender is about to do by itself, and nobody can have seen, is done.
+    """
+    N = model.N
+
+    def by_pair(value):
+        return tuple(value(s, d) if s != d else 0 for s in range(N) for d in range(N))
+
+    def row(pe, name, lane):
+        return int(cluster.row(pe, name)[lane]) if pe in cluster.begun else 0
+
+    def one(name, none):
+        return tuple(
+            cluster.knows(pe, name) if pe in cluster.begun else none(pe) for pe in range(N)
+        )
+
+    state = State(
+        grant=by_pair(lambda s, d: cluster.word(s, "granted", d)),
+        arrived=by_pair(lambda s, d: cluster.word(d, "landed", s)),
+        back=by_pair(lambda s, d: cluster.word(d, "back", s)),
+        grant_read=by_pair(lambda s, d: row(s, "GRANTED_READ", d)),
+        arrived_read=by_pair(lambda s, d: row(d, "LANDED_READ", s)),
+        back_read=by_pair(lambda s, d: row(d, "BACK_READ", s)),
+        begun=by_pair(lambda s, d: row(s, "BEGUN", d)),
+        serving=one("SERVING", lambda _: NOBODY),
+        held=one("HELD", lambda _: NOBODY),
+        turn=one("TURN", lambda d: (d - 1) % N),
+        aside=by_pair(lambda s, d: bool(row(d, "ASIDE", s))),
+    )
+    for s in range(N):
+        if state.serving[s] == NOBODY and state.held[s] != NOBODY:
+            held = state.held[s]
+            nobody = tuple(NOBODY if i == s else h for i, h in enumerate(state.held))
+            state = model.begin(state._replace(held=nobody), s, held)
+        elif state.serving[s] == NOBODY:
+            state = model.open_up(state, s)
+    return state
+
+
+def can_reach(model, before, after, pe):
+    """Say whether the model has steps of one node that lead from one state to another."""
+    seen, queue = {before}, deque([before])
+    while queue:
+        state = queue.popleft()
+        if state == after:
+            return True
+        for steps in (model.receiver_steps(state, pe), model.sender_steps(state, pe)):
+            for following in steps:
+                if following not in seen:
+                    seen.add(following)
+                    queue.append(following)
+    return False
+
+
+DEMANDS = {
+    "a ring": (3, (0, 1, 2), (1, 2, 1), (2, 0, 3)),
+    "all to one": (4, (1, 0, 2), (2, 0, 1), (3, 0, 2)),
+    "one to all": (4, (0, 1, 2), (0, 2, 2), (0, 3, 1)),
+    "two by two": (4, (0, 2, 2), (0, 3, 1), (1, 2, 1), (1, 3, 2)),
+    "skewed": (3, (0, 1, 4), (2, 1, 1), (0, 2, 2), (1, 2, 1), (2, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("parts, seed", [(1, 0), (1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize("demand", DEMANDS)
+def test_every_step_is_one_that_the_model_may_take(demand, parts, seed):
+    """Node by node in random order: the kernel does what was searched in test_granted_model."""
+    nodes, *slices = DEMANDS[demand]
+    cluster, order = ring_of_chunks(*slices, nodes=nodes, parts=parts), random.Random(seed)
+    model = Model(table(nodes, *slices), granted.OUTSTANDING.value)
+    state, waiting = model.start(), list(range(nodes))
+    while waiting:
+        pe = order.choice(waiting)
+        if cluster.step(pe):
+            waiting.remove(pe)
+        after = as_state(cluster, model)
+        model.check(after)
+        assert can_reach(model, state, after, pe), (pe, state, after)
+        state = after
+    assert all(state.arrived[p] == 2 * n for p, n in enumerate(model.chunks))
+    cluster.check()
+
+
+def test_a_dead_sender_is_named_and_holds_up_no_other():
+    """Node 1 grants the dead node 0 first, and after its patience node 2."""
+    cluster = ring_of_chunks((0, 1, 2), (2, 1, 1), (2, 0, 1), deadline_ms=60, patience_ms=2)
+    for _ in range(200):
+        if not failure(cluster.states[1]):
+            cluster.step(1)
+        if not failure(cluster.states[2]):
+            cluster.step(2)
+    assert cluster.word(0, "granted", 1) == 1 and bool(cluster.row(1, "ASIDE")[0])
+    assert cluster.word(1, "landed", 2) == 2
+    assert failure(cluster.states[1]) == ("landed", 0, BASE, BASE + 4)
+    # Node 0 would have to grant node 2's chunk.
+    assert failure(cluster.states[2]) == ("granted", 0, BASE, BASE + 1)
+
+
+def test_a_late_sender_is_waited_for_again_once_it_says_something():
+    cluster = ring_of_chunks((0, 1, 2), (2, 1, 1), patience_ms=0)
+    cluster.step(1)
+    cluster.step(1)  # patience has run out: node 2 is granted in node 0's place
+    assert bool(cluster.row(1, "ASIDE")[0]) and cluster.word(2, "granted", 1) == 1
+    cluster.patience_ns = 10_000 * MS
+    cluster.step(0)
+    cluster.step(1)
+    assert not cluster.row(1, "ASIDE").any()
+    cluster.run(random.Random(0))
+    cluster.check()
+
+
+def test_of_several_packs_a_wave_goes_once_it_is_packed():
+    cluster = ring_of_chunks((0, 1, 1), (0, 2, 1))
+    for pe in (1, 2):
+        cluster.step(pe)
+    packed = cluster.memory.got.region(0, "packed", torch.int64)
+    for step, landed in ((0, [0, 0]), (1, [2, 0]), (2, [2, 2])):
+        packed[0] = mark(cluster.config, step, epoch=EPOCH)
+        for _ in range(3):
+            cluster.step(0, packs=2)
+        assert [cluster.word(d, "landed", 0) for d in (1, 2)] == landed
+
+
+def test_a_launch_without_a_bound_runs_to_the_end():
+    """As in a process a PE: here the words of all others are there already."""
+    cluster = ring_of_chunks((0, 1, 3), (0, 2, 1))
+    for d, n in ((1, 3), (2, 1)):
+        cluster.memory.got.region(0, "granted", torch.int64)[d] = BASE + min(n, 1)
+    assert not cluster.step(0, most_steps=3)
+    cluster.memory.got.region(0, "granted", torch.int64)[1] = BASE + 2
+    cluster.step(0)
+    cluster.memory.got.region(0, "granted", torch.int64)[1] = BASE + 3
+    assert cluster.step(0, most_steps=0)
+    assert [cluster.word(d, "landed", 0) for d in (1, 2)] == [6, 2]
+
+
+def test_nothing_is_said_once_the_phase_has_failed():
+    cluster = ring_of_chunks((0, 1, 1), (1, 0, 1))
+    cluster.states[0][WIRE.FAILED.value] = 1
+    assert not cluster.step(0, most_steps=0)
+    assert cluster.word(1, "granted", 0) == 0
+    cluster.memory.check()
