@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from railwave.handle import Handle, Received
+from railwave.turns import keep_until_used
 
 Tensors = Sequence[torch.Tensor]
 
@@ -109,14 +110,14 @@ class _Dispatch(torch.autograd.Function):
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         ctx.widths = [received.x.shape[1] for received in made]
         ctx.set_materialize_grads(False)
-        weights = [received.topk_weights for received in made]
-        if len(inputs) > n:
-            ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
-        else:  # those of the dispatch that this one repeats
-            weights = [w.clone() for w in weights]
+        repeats = len(inputs) == n
+        rows, weights = zip(*(_handed_out(received, repeats) for received in made), strict=True)
+        if repeats:
             ctx.mark_non_differentiable(*weights)
+        else:
+            ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
         anchors = [torch.empty(0, device=received.x.device) for received in made]
-        return (*(_rows_that_came(received) for received in made), *weights, *anchors)
+        return (*rows, *weights, *anchors)
 
     @staticmethod
     @once_differentiable
@@ -244,6 +245,24 @@ def _or_zeros(
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient as a phase takes it."""
     return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _handed_out(received: Received, repeats: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a rank's rows and weights as the caller gets them.
+
+    What is done to them is done on the stream of the dispatch, which may come to it later than the
+    current one: on that the caller, and a backward pass, use them.
+
+    Args:
+        repeats: the weights are those of an earlier dispatch, which has the gradients.
+    """
+    made_on = received.handle.stream  # None on a CPU
+    with torch.cuda.stream(made_on):
+        rows, weights = _rows_that_came(received), received.topk_weights
+        if repeats:
+            weights = weights.clone()
+    keep_until_used((rows, weights, received.topk_idx), made_on)
+    return rows, weights
 
 
 def _rows_that_came(received: Received) -> torch.Tensor:

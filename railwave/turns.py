@@ -69,6 +69,19 @@ def record(used: Iterable[Any], stream: torch.cuda.Stream) -> None:
             tensor.record_stream(stream)
 
 
+def keep_until_used(tensors: Iterable[Any], made_on: torch.cuda.Stream | None) -> None:
+    """Keep tensors of one stream in memory until the current one has used them.
+
+    Args:
+        made_on: whose memory they are; None on a CPU.
+    """
+    if made_on is None or torch.cuda.is_current_stream_capturing():
+        return
+    here = torch.cuda.current_stream(made_on.device)
+    if here != made_on:
+        record(tensors, here)
+
+
 def _captures(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()

@@ -6,16 +6,20 @@ Letters: W ranks, E experts, T tokens, H hidden, K top-k.
 import copy
 import pickle
 from collections import deque
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import railwave
 from heaps import DEVICE, ON_GPU, seeds
 from processes import run_all
+from railwave import autograd
 from railwave.config import PATHS
 from railwave.reference import combine_ref
 from test_processes import errors_of, init
@@ -229,6 +233,50 @@ def test_rows_that_did_not_come_are_zero_for_autograd():
     ys = world.combine([r.x**2 for r in received], [r.handle for r in received])
     sum(y.sum() for y in ys).backward()
     assert all(x.grad.isfinite().all() for x in xs)
+
+
+class Noting(TorchDispatchMode):
+    """Note on which stream each operation ran, as `streams` has it by then."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.streams, self.ran = streams, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ran.append((function.overloadpacket.__name__, self.streams[-1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_what_is_done_to_rows_is_done_on_the_stream_of_their_call(repeats, monkeypatch):
+    """The stream is a stand-in: test_gpu.py has it on a GPU."""
+    world = make_world(1, 1, 1, dtype=torch.float32)
+    x, ids, weights = (values[0] for values in make_batch(world, 2).arguments)
+    x = torch.ones(2, 8, device=DEVICE, requires_grad=True)
+    (first,) = world.dispatch([x.detach()], [ids], [weights], static_shapes=True)
+    streams, kept = ["caller's"], []
+
+    @contextmanager
+    def on(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(autograd, "keep_until_used", lambda *given: kept.append(given))
+    made = replace(first, handle=replace(first.handle, stream="the call's"))
+    verbs = autograd.Verbs(dispatch=None, combine=None)
+    with Noting(streams) as noted:
+        given = [None] if repeats else [weights]
+        (received,) = autograd.dispatch(verbs, lambda: [made], [x], given)
+    ran = dict(noted.ran)
+    assert ran["where"] == "the call's" and ran.get("clone") == ("the call's" if repeats else None)
+    assert {name for name, stream in noted.ran if stream == "caller's"} <= {"empty", "detach"}
+    assert streams == ["caller's"]
+    ((tensors, made_on),) = kept
+    assert made_on == "the call's" and [t.data_ptr() for t in tensors] == [
+        t.data_ptr() for t in (received.x, received.topk_weights, received.topk_idx)
+    ]
 
 
 def test_a_repeat_without_gradients_forgets_those_of_the_first():

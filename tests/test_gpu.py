@@ -386,6 +386,43 @@ def test_calls_on_several_streams_come_one_after_the_other():
     run_all(streams, 4, timeout_s=120)
 
 
+def late_stream(rank):
+    """With gradients, on a stream that runs late: what the caller gets is right once it waits."""
+    rw = init(railwave.Topology(1, 1, 1), rank)
+    side = torch.cuda.Stream()
+    for tokens in (
+        4,
+        1,
+        3,
+        2,
+    ):  # as few as 1 of max_recv_rows = 4 rows come; the first one compiles
+        batch = make_batch(rw, tokens)
+        x, ids, weights = [values[rank] for values in batch.arguments]
+        x = x.clone().requires_grad_()
+        dy = torch.ones(tokens, 8, dtype=x.dtype, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)  # 0.1 s
+        received = rw.dispatch(x, ids, weights, static_shapes=True, stream=side)
+        again = rw.dispatch(x, handle=received.handle, stream=side)
+        came = side.record_event()
+        y = rw.combine(received.x, received.handle, stream=side)
+        torch.cuda.current_stream().wait_event(came)
+        want = batch.expected[rank]
+        for got in (received, again):
+            rows, n = got.x.detach(), len(want.x)
+            assert bytes_equal(rows[:n], want.x) and (rows[n:] == 0).all()
+            assert torch.equal(got.topk_weights.detach()[:n].cpu(), want.topk_weights)
+        torch.cuda.current_stream().wait_stream(side)
+        y.backward(dy)
+        assert torch.equal(x.grad, (ids >= 0).any(dim=1, keepdim=True).to(x.dtype).expand(-1, 8))
+    rw.close()
+
+
+def test_rows_that_need_gradients_are_right_on_a_stream_that_runs_late():
+    run_all(late_stream, 1, timeout_s=120, fresh=True)
+
+
 def traced(rank):
     """Stages by events, waits by the kernels themselves, in one time; a graph has waits alone."""
     rw = init(railwave.Topology(2, 2, 2), rank, staging_records=1)
