@@ -13,7 +13,7 @@ PICTURES = {
     "01_rail_shares": 2,
     "02_the_plan_by_hand": 1,
     "03_records_on_the_wire": 1,
-    "04_waves_and_incast": 5,
+    "04_waves_and_incast": 6,
     "05_choosing_a_path": 2,
     "06_your_own_routing": 3,
     "07_schedulers": 10,
@@ -58,7 +58,7 @@ def test_stored_outputs_are_there_and_light(name):
 def test_it_runs(name, monkeypatch):
     """As a user would, in the notebooks' folder, and 07 on the stand-in; railwave is this one."""
     reason = "needs pip install '.[notebook]'"
-    for package in ("matplotlib", "ipykernel"):
+    for package in ("matplotlib", "ipykernel", "pandas"):
         pytest.importorskip(package, reason=reason)
     nbclient = pytest.importorskip("nbclient", reason=reason)
     nbformat = pytest.importorskip("nbformat", reason=reason)
@@ -73,9 +73,13 @@ def test_it_runs(name, monkeypatch):
         said = "45 layers of 128 experts; routing: stand-in, 45 phases\n"
         assert ran[0].outputs[0]["text"] == said
         return
-    # The text around a cell speaks of what is printed there: it must still be so.
+    # The text around a cell speaks of what is printed there: it must still be so, but for times.
     for before, after in zip(stored, ran, strict=True):
-        assert printed_by(after["outputs"]) == printed_by(before["outputs"])
+        printed = printed_by(after["outputs"])
+        if "times" in before["metadata"].get("tags", ()):
+            assert bool(printed) == bool(printed_by(before["outputs"]))
+        else:
+            assert printed == printed_by(before["outputs"])
 
 
 def printed_by(outputs):
