@@ -171,15 +171,23 @@ def calibrate(
 
     Source: section 3.3 and A.3.
     """
-    done = {_place(p) for p in table.points if _samples(p) >= samples}
+    missing = {point.place for point in unmeasured(rw.config, table, payloads_mib, samples)}
     for number, point in enumerate(points(rw.config, payloads_mib)):
         if progress:
             progress(number, point.name)
-        if point.place not in done:
+        if point.place in missing:
             table = _with(rw.config, table, point, measure(rw, point, samples))
             if save is not None:
                 table.save(save)
     return table
+
+
+def unmeasured(
+    config: Config, table: CostTable, payloads_mib: Sequence[float], samples: int
+) -> list[Traffic]:
+    """List the points that a table has fewer samples of than asked for, or none."""
+    done = {_place(p) for p in table.points if _samples(p) >= samples}
+    return [point for point in points(config, payloads_mib) if point.place not in done]
 
 
 def measure(

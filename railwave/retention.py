@@ -84,6 +84,17 @@ def judge(
     return Verdict(None, "; ".join(reasons) or "no path beside joint was measured")
 
 
+def fastest_other(samples_us: Mapping[str, Sequence[float]]) -> str | None:
+    """Return the path beside joint with the least median; None if only joint was measured.
+
+    Example:
+        >>> fastest_other({"joint": [9.0], "native": [8.0], "rail": [7.0], CONTROL: [6.0]})
+        'rail'
+    """
+    others = [path for path in samples_us if path not in ("joint", CONTROL)]
+    return min(others, key=lambda path: statistics.median(samples_us[path]), default=None)
+
+
 def _too_weak(path: str, samples_us: Mapping[str, Sequence[float]]) -> str:
     """Say which rule a candidate breaks; "" for none."""
     for name in ("joint", path):

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import doctest
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,10 @@ import torch
 
 from processes import run_all
 from railwave import CostTable, Topology, calibrate
+from railwave.agreement import default_device
 from railwave.cli import calibrate as cli
+from railwave.cli import options
+from railwave.cli.options import topology
 from railwave.config import PATHS, Config
 from railwave.cost_table import fingerprint
 from railwave.retention import CONTROL
@@ -95,7 +99,7 @@ def test_the_command_measures_whole_slices_or_what_it_is_told(argv, rounds):
     parser = argparse.ArgumentParser()
     cli.add_command(parser.add_subparsers())
     args = parser.parse_args(["calibrate", "--nodes=4", "--gpus=8", *argv])
-    topo = cli._topology(args)
+    topo = topology(args.nodes, args.gpus, args.rails)
     sizes = cli._sizes(args, topo, cli._payloads(args))
     here = Config(topo, dtype=torch.bfloat16, **sizes)
     assert fingerprint(here, "wire")["rounds_per_wave"] == rounds
@@ -236,9 +240,85 @@ def test_the_command_makes_a_table_that_it_reads_again(tmp_path):
     (point,) = table.points
     assert table.fingerprint["transport"] == "shared memory"
     assert {len(times) for times in point.samples_us.values()} == {5}
-    assert "of 1 point(s)" in made.stdout
+    assert "of 1 point(s)" in made.stdout and "nothing to do" not in made.stdout
     result = run("calibrate", *argv)
     assert result.code == 2 and "--out must be a new file without --resume" in result.err
+
+
+def on_disk(file, samples_us, argv, **changed):
+    """Write what the command with these arguments would have measured."""
+    parser = argparse.ArgumentParser()
+    cli.add_command(parser.add_subparsers())
+    args = parser.parse_args(["calibrate", *argv])
+    topo, payloads = topology(args.nodes, args.gpus, args.rails), cli._payloads(args)
+    sizes = cli._sizes(args, topo, payloads)
+    here = Config(topo, dtype=torch.bfloat16, device=default_device(), **sizes)
+    table = CostTable(
+        fingerprint(here, "shared memory") | changed, Scales(rails=topo.rails_per_node)
+    )
+    for point in calibrate.points(here, payloads):
+        table = calibrate._with(here, table, point, samples_us)
+    table.save(file)
+    return table
+
+
+SMALL = ["--nodes=4", "--gpus=2", "--hidden=8", "--payloads=0.0001,0.0002"]
+
+
+@pytest.fixture
+def no_ranks(monkeypatch):
+    started = []
+    monkeypatch.setattr(cli, "_run_to_its_end", lambda command, _: started.append(command) or 0)
+    return started
+
+
+def test_a_finished_table_is_shown_at_once(tmp_path, no_ranks):
+    """No rank is started; each point's row has the best path's time beside joint's."""
+    file = tmp_path / "table.json"
+    argv = [*SMALL, "--rails=0,0", "--samples=5", "--resume", f"--out={file}"]
+    table = on_disk(file, measured(50.0) | {"rail": (40.0,) * 5}, argv)
+    assert table.fingerprint["rail_of_gpu"] == "[0, 0]"
+    held = file.read_bytes()
+    result = run("calibrate", *argv)
+    assert result.code == 0 and no_ranks == [] and file.read_bytes() == held
+    assert "nothing to do: every point has 5 samples or more" in result.out
+    assert len(table.points) == len(re.findall(r"0\.10.*rail 0\.04.*2\.500", result.out)) > 2
+    assert run("calibrate", *argv, "--samples=6").code == 0 and len(no_ranks) == 1
+    assert run("calibrate", *argv, "--payloads=0.0001,0.0003").code == 0 and len(no_ranks) == 2
+    assert {"--rails=0,0", "--resume", "--samples=5"} <= set(no_ranks[-1])
+
+
+def test_an_anchors_row_has_its_own_path(tmp_path, no_ranks):
+    """The fastest is too noisy; the anchor is of another."""
+    file = tmp_path / "table.json"
+    noisy = {"rail": (10.0, 10.0, 10.0, 90.0, 90.0), "permutation": (80.0,) * 5}
+    argv = [*SMALL, "--samples=5", "--resume", f"--out={file}"]
+    table = on_disk(file, measured(99.0) | noisy, argv)
+    assert {anchor.path for anchor in table.anchors} == {"permutation"}
+    rows = run("calibrate", *argv).out
+    assert len(table.anchors) == len(re.findall(r"permutation.*1\.250", rows)) > 0
+    assert "10.000" in rows  # where it was rejected: joint beside the fastest
+
+
+def test_a_table_of_another_configuration_is_refused_before_ranks_start(tmp_path, no_ranks):
+    file = tmp_path / "table.json"
+    argv = [*SMALL, "--resume", f"--out={file}"]
+    on_disk(file, measured(50.0), argv, torch="0.1")
+    result = run("calibrate", *argv)
+    assert result.code == 2 and "must be of this configuration" in result.err and no_ranks == []
+    file.write_text("{")
+    assert "must be a JSON cost table" in run("calibrate", *argv).err and no_ranks == []
+    file.write_text("")  # an empty file holds nothing to go on with
+    assert run("calibrate", *argv).code == 0 and len(no_ranks) == 1
+
+
+@pytest.mark.parametrize("rails, rail_of_gpu", [("2", (0, 0, 1, 1)), ("1,0,0,3", (1, 0, 0, 3))])
+def test_rails_are_a_number_or_the_rail_of_each_gpu(rails, rail_of_gpu):
+    parser = argparse.ArgumentParser()
+    options.add_rails(parser)
+    topo = topology(2, 4, parser.parse_args(["--rails", rails]).rails)
+    assert topo.rail_of_gpu == rail_of_gpu and topo.rails_per_node == max(rail_of_gpu) + 1
+    assert doctest.testmod(options).failed == 0
 
 
 def marked(mark):
@@ -317,6 +397,10 @@ def test_half_of_torchruns_environment_is_refused_by_name(monkeypatch, missing):
         (["--max-tokens=1"], "payload_mib must give a rank 1 to max_tokens_per_rank = 1 tokens"),
         (["--staging-records=0"], "--staging-records must be at least 1, got 0"),
         (["--rails=0"], "rails_per_node must be at least 1"),
+        (["--rails=0,x"], "argument --rails: must be a number, or the rail of each GPU such as"),
+        (["--rails=0,,1"], "0,0,1,1, got '0,,1'"),
+        (["--rails=0,0,1"], "the rail of each of the 2 GPUs of a node, got 3 of them: 0,0,1"),
+        (["--rails=0,-1"], "--rails must be numbers from 0 on, got 0,-1"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(argv, said):

@@ -284,7 +284,7 @@ def test_examples(name):
     assert result.attempted > 0 and result.failed == 0
 
 
-def test_what_a_run_assumes_is_said():
+def test_what_a_run_assumes_is_said(tmp_path):
     windows = "native and rail send in the 3 window(s) of the workload"
     assert windows in run("simulate", "--scheduler=joint").out
     uniform = ("simulate", "--workload=uniform", "--tokens=4", "--scheduler=native")
@@ -293,6 +293,11 @@ def test_what_a_run_assumes_is_said():
     assert "here up to 7 send at once" in said
     assert "at once" not in run(*uniform, "--incast=severe").out
     assert "4 of 8 rails have no GPU" in run(*uniform, "--gpus=4", "--rails=8").out
+    file = tmp_path / "run.json"
+    by_map = run(*uniform, "--gpus=4", "--rails=1,1,0,3", "--json", file)
+    assert "4 x 4 GPUs, 4 rails" in by_map.out and "1 of 4 rails have no GPU" in by_map.out
+    config = json.loads(file.read_text())["config"]
+    assert config["rails"] == 4 and config["rail_of_gpu"] == [1, 1, 0, 3]
     assert "nothing is sent" in run(*uniform, "--nodes=1").out
 
 

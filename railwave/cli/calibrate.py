@@ -14,7 +14,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from railwave.cli.options import Help, add_verbose, progress_bar
+from railwave.cli.options import (
+    Help,
+    add_rails,
+    add_verbose,
+    progress_bar,
+    rails_text,
+    topology,
+)
 from railwave.cli.output import check_writable
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(command=_calibrate)
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of a node, a process each")
-    parser.add_argument("--rails", type=int, help="rails of a node (default: as many as GPUs)")
+    add_rails(parser)
     parser.add_argument("--hidden", type=int, default=7168, help="bfloat16 elements of a token")
     parser.add_argument(
         "--payloads",
@@ -77,9 +84,13 @@ def _calibrate(args: argparse.Namespace) -> int:
     samples = QUICK_SAMPLES if args.quick else args.samples
     if samples < QUICK_SAMPLES:
         raise ValueError(f"--samples must be at least {QUICK_SAMPLES}, got {samples}")
-    topo = _topology(args)
+    topo = topology(args.nodes, args.gpus, args.rails)
     if "RANK" not in os.environ:
-        _check_points(args, topo, payloads)
+        finished = _finished(args, topo, payloads, samples)
+        if finished:
+            _print(finished, args.out)
+            print(f"nothing to do: every point has {samples} samples or more")
+            return 0
         return _under_torchrun(args, topo.num_ranks)
     return _measure(args, topo, payloads, samples)
 
@@ -104,12 +115,6 @@ def _payloads(args: argparse.Namespace) -> list[float]:
     return payloads[:1] if args.quick else payloads
 
 
-def _topology(args: argparse.Namespace) -> Topology:
-    from railwave.topology import Topology
-
-    return Topology(args.nodes, args.gpus, args.gpus if args.rails is None else args.rails)
-
-
 def _sizes(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> dict[str, Any]:
     """Return what a `Communicator` declares for these points."""
     from railwave._check import check_positive_int
@@ -127,22 +132,45 @@ def _sizes(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> d
     return {**sizes, "max_tokens_per_rank": most, "staging_records": staging}
 
 
-def _check_points(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> None:
-    """Refuse what no rank could measure, before any is started."""
+def _finished(
+    args: argparse.Namespace, topo: Topology, payloads: list[float], samples: int
+) -> CostTable | None:
+    """Return the table to go on with if it holds all that is asked for.
+
+    Refuses what no rank could measure and a table of another configuration, before any rank is
+    started.
+    """
     import torch
 
-    from railwave.calibrate import points
+    from railwave.agreement import default_device
+    from railwave.calibrate import points, unmeasured
     from railwave.config import Config
+    from railwave.cost_table import CostTable, fingerprint
 
-    config = Config(topo, dtype=torch.bfloat16, **_sizes(args, topo, payloads))
+    sizes = _sizes(args, topo, payloads)
+    config = Config(topo, dtype=torch.bfloat16, device=default_device(), **sizes)
     list(points(config, payloads))
+    if not _goes_on(args):
+        return None
+    table = CostTable.load(args.out)
+    # Which wire there is, GPUs know only once they have a communicator.
+    on_cpu = config.device.type == "cpu"
+    transport = "shared memory" if on_cpu else table.fingerprint.get("transport", "")
+    table.check_fits(fingerprint(config, transport))
+    return None if unmeasured(config, table, payloads, samples) else table
+
+
+def _goes_on(args: argparse.Namespace) -> bool:
+    return args.resume and os.path.exists(args.out) and os.path.getsize(args.out) > 0
 
 
 def _under_torchrun(args: argparse.Namespace, num_ranks: int) -> int:
     """Start this command again, as so many ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     again = ["-m", "railwave", "calibrate"]
-    sizes = ("nodes", "gpus", "rails", "hidden", "payloads", "max_tokens", "staging_records")
+    if args.rails is not None:
+        again.append(f"--rails={rails_text(args.rails)}")
+    sizes = ("nodes", "gpus", "hidden", "payloads", "max_tokens", "staging_records")
     for name in (*sizes, "samples", "out"):
         if getattr(args, name) is not None:
             again.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
@@ -219,7 +247,7 @@ def _begin(args: argparse.Namespace, rw: Communicator) -> CostTable:
 
     here = fingerprint(rw.config, rw.transport)
     table, wrong = CostTable(here, Scales(rails=rw.config.topo.rails_per_node)), ""
-    if rw.rank == 0 and args.resume and os.path.exists(args.out) and os.path.getsize(args.out):
+    if rw.rank == 0 and _goes_on(args):
         try:
             table = CostTable.load(args.out)
             table.check_fits(here)
@@ -237,15 +265,25 @@ def _print(table: CostTable, out: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table("MiB", "rho", "kappa", "joint ms", "verdict", title=f"{out}: every point")
+    from railwave.retention import fastest_other
+
+    heads = ("MiB", "rho", "kappa", "joint ms", "best other ms", "joint / it", "verdict")
+    shown = Table(*heads, title=f"{out}: every point, medians")
     anchors = {(a.payload_mib, a.rho, a.kappa): a.path for a in table.anchors}
     for point in table.points:
         path = anchors.get((point.payload_mib, point.rho, point.kappa))
+        joint_us = median(point.samples_us["joint"])
+        other = path or fastest_other(point.samples_us)
+        beside = ("-", "-")
+        if other:
+            other_us = median(point.samples_us[other])
+            beside = (f"{other} {other_us / 1e3:.2f}", f"{joint_us / other_us:.3f}")
         shown.add_row(
             f"{point.payload_mib:.3g}",
             f"{point.rho:.3g}",
             f"{point.kappa:.3g}",
-            f"{median(point.samples_us['joint']) / 1e3:.2f}",
+            f"{joint_us / 1e3:.2f}",
+            *beside,
             f"anchor: {path}; {point.verdict}" if path else f"rejected: {point.verdict}",
         )
     Console(width=100).print(shown)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from railwave._version import __version__
-from railwave.cli.options import Help, add_verbose, chosen_names, progress_bar
+from railwave.cli.options import Help, add_rails, add_verbose, chosen_names, progress_bar, topology
 from railwave.cli.output import check_writable, write_file, write_json
 
 # torch comes with the package in any case, but what runs railwave --help need not load the rest.
@@ -121,12 +121,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", choices=PRESETS, default="h800", help="where to start from")
     group.add_argument("--nodes", type=int, default=4, help="nodes of the cluster")
     group.add_argument("--gpus", type=int, default=8, help="GPUs of a node")
-    group.add_argument(
-        "--rails",
-        type=int,
-        help="rails (NICs) of a node; GPU g is on rail g * RAILS // GPUS (default: the preset's, "
-        "but at most the GPUs)",
-    )
+    add_rails(group, default="the preset's, but at most the GPUs")
     group.add_argument(
         "--gbps", type=float, help="Gb/s of a rail, each way (default: h800 200, h20 400)"
     )
@@ -360,13 +355,14 @@ _SOURCES: dict[str, tuple[Callable[..., tuple[Demand, Any]], dict[str, Any]]] = 
 
 def _cluster(args: argparse.Namespace) -> Preset:
     """Return the preset with what was asked for changed, and note in `args` what it then has."""
-    from railwave.topology import Topology
     from railwave.workloads import Preset, preset
 
     base = preset(args.preset)
     rails = min(base.topo.rails_per_node, args.gpus) if args.rails is None else args.rails
-    topo = Topology(args.nodes, args.gpus, rails)
-    args.rails = rails
+    topo = topology(args.nodes, args.gpus, rails)
+    args.rails = topo.rails_per_node
+    if isinstance(rails, tuple):
+        args.rail_of_gpu = list(rails)
     for name, rate in (("gbps", base.rail_gbytes_s), ("nvlink_gbps", base.nvlink_gbytes_s)):
         value = getattr(args, name)
         if value is not None and not 1e-6 <= value <= 1e9:

@@ -9,13 +9,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from railwave._version import __version__
-from railwave.cli.options import Help, add_verbose, chosen_names, progress_bar
+from railwave.cli.options import (
+    Help,
+    add_rails,
+    add_verbose,
+    chosen_names,
+    progress_bar,
+    topology,
+)
 from railwave.cli.output import check_writable, write_json
 
 if TYPE_CHECKING:
     from railwave.cases import Case
     from railwave.report import Report
-    from railwave.topology import Topology
 
 SIDE_BY_SIDE_PHASES = 64  # ranks x paths: about 10 s of work, a process takes 4 s to start
 
@@ -105,7 +111,7 @@ def _demo(args: argparse.Namespace) -> Case:
     from railwave.cases import demo_case
 
     return demo_case(
-        _topology(args),
+        topology(args.nodes, args.gpus, args.rails),
         num_tokens=args.tokens,
         hidden=args.hidden,
         num_experts=args.experts,
@@ -120,7 +126,7 @@ def _replay(args: argparse.Namespace) -> Case:
     from railwave.workloads import read_counts
 
     return replay_case(
-        _topology(args),
+        topology(args.nodes, args.gpus, args.rails),
         read_counts(args.folder, args.iteration, args.layer, micro_batch=args.micro_batch),
         num_tokens=args.tokens,
         hidden=args.hidden,
@@ -129,16 +135,12 @@ def _replay(args: argparse.Namespace) -> Case:
     )
 
 
-def _topology(args: argparse.Namespace) -> Topology:
-    from railwave.topology import Topology
-
-    return Topology(args.nodes, args.gpus, args.gpus if args.rails is None else args.rails)
-
-
 def _config(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """Return what the run can be repeated from."""
     left_out = ("json", "verbose", "path", "processes", "command", "make_case")
     config = {name: value for name, value in vars(args).items() if name not in left_out}
+    if isinstance(args.rails, tuple):
+        config["rail_of_gpu"] = list(args.rails)
     return {**config, "rails": case.topo.rails_per_node, "version": __version__}
 
 
@@ -159,7 +161,7 @@ _tokens.__name__ = "number of tokens"  # argparse names the type in its message
 def _add_cluster(parser: argparse.ArgumentParser, *, nodes: int, gpus: int) -> None:
     parser.add_argument("--nodes", type=int, default=nodes, help="nodes of the cluster")
     parser.add_argument("--gpus", type=int, default=gpus, help="GPUs of a node")
-    parser.add_argument("--rails", type=int, help="rails of a node (default: as many as GPUs)")
+    add_rails(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
