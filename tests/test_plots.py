@@ -11,9 +11,16 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs pip install '.[notebook]'")
 
 import numpy as np
+import torch
 from matplotlib.colors import to_hex
 
-from railwave.plots import plot_demand, plot_path_map, plot_rail_shares, plot_waves
+from railwave.plots import (
+    plot_comparison,
+    plot_demand,
+    plot_path_map,
+    plot_rail_shares,
+    plot_waves,
+)
 from railwave.plots.style import NODE, PATH
 from railwave.sched import Anchor, Scales
 
@@ -162,7 +169,7 @@ def test_path_map_of_an_empty_table_is_joint():
 def test_path_map_refuses():
     with pytest.raises(ValueError, match="payloads_mib must name at least one payload, got none"):
         plot_path_map([], Scales(rails=8), [])
-    with pytest.raises(ValueError, match=r"rho must be a range from at least 1, got \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"rho must be a range from at least 1, got \(0.0, 2.0\)"):
         plot_path_map([], Scales(rails=8), [1], rho=(0, 2))
 
 
@@ -196,3 +203,195 @@ def test_rail_shares_that_cannot_be_drawn_are_refused():
         plot_rail_shares([[1, 2]])
     with pytest.raises(ValueError, match="loads must be of at most 128 nodes, got 200"):
         plot_rail_shares({"native": [[1, 2]] * 200})
+
+
+ROW = {"scheduler": "joint", "time_us": 4.0, "speedup": 2.0, "rail_share": [0.5, 0.5]}
+
+
+def compare(*rows, **entries):
+    return plot_comparison({"bound_us": 1.0, "rows": list(rows) or [ROW], **entries})
+
+
+def path_map(anchors=(), scales=Scales(rails=8), payloads_mib=(1.0,), **more):  # noqa: B008
+    return plot_path_map(anchors, scales, payloads_mib, **more)
+
+
+@pytest.mark.parametrize(
+    "draw, error, said",
+    [
+        (lambda: plot_comparison([ROW]), TypeError, "comparison must be a mapping with bound_us, "),
+        (
+            lambda: plot_comparison({"rows": [ROW]}),
+            ValueError,
+            "comparison must have bound_us, row",
+        ),
+        (lambda: plot_comparison({}), ValueError, "got no bound_us, rows"),
+        (
+            lambda: compare(rows=None),
+            TypeError,
+            "comparison['rows'] must be a sequence of rows, go",
+        ),
+        (
+            lambda: compare(rows=ROW),
+            TypeError,
+            "comparison['rows'] must be a sequence of rows, got",
+        ),
+        (lambda: compare(rows=[]), ValueError, "comparison must have at least one row, got none"),
+        (lambda: compare(bound_us=None), TypeError, "comparison['bound_us'] must be a number, got"),
+        (
+            lambda: compare(bound_us=-1),
+            ValueError,
+            "comparison['bound_us'] must be finite and at l",
+        ),
+        (
+            lambda: compare(ROW, 3),
+            TypeError,
+            "comparison['rows'][1] must be a mapping with schedul",
+        ),
+        (
+            lambda: compare({"scheduler": "joint"}),
+            ValueError,
+            "[0] must have scheduler, time_us, s",
+        ),
+        (
+            lambda: compare(ROW | {"scheduler": 1}),
+            TypeError,
+            "['scheduler'] must be a str, got int",
+        ),
+        (lambda: compare(ROW | {"time_us": "4"}), TypeError, "['time_us'] must be a number, got s"),
+        (
+            lambda: compare(ROW | {"time_us": math.nan}),
+            ValueError,
+            "['time_us'] must be finite and",
+        ),
+        (
+            lambda: compare(ROW | {"speedup": None}),
+            TypeError,
+            "['speedup'] must be a number, got N",
+        ),
+        (
+            lambda: compare(ROW | {"rail_share": 1}),
+            TypeError,
+            "['rail_share'] must be a sequence of",
+        ),
+        (lambda: compare(ROW | {"rail_share": []}), ValueError, "at least one, got 0"),
+        (
+            lambda: compare(ROW, ROW | {"rail_share": [1]}),
+            ValueError,
+            "rails, at least one, got 1, r",
+        ),
+        (
+            lambda: compare(ROW | {"rail_share": [1, -1]}),
+            ValueError,
+            "['rail_share'][1] must be fin",
+        ),
+        (lambda: path_map(anchors=5), TypeError, "anchors must be a sequence of Anchor, got int 5"),
+        (
+            lambda: path_map(anchors=[(1, 1)]),
+            TypeError,
+            "anchors[0] must be an Anchor, got tuple (",
+        ),
+        (
+            lambda: path_map(anchors=[Anchor(28, 1, 1, "fast")]),
+            ValueError,
+            "anchors[0].path must be one of native, rail, permutation, joint, got 'fast'",
+        ),
+        (lambda: path_map(scales=8), TypeError, "scales must be Scales, got int 8"),
+        (
+            lambda: path_map(payloads_mib=28),
+            TypeError,
+            "payloads_mib must be a sequence of numbers",
+        ),
+        (
+            lambda: path_map(payloads_mib=["28"]),
+            TypeError,
+            "payloads_mib[0] must be a number, got s",
+        ),
+        (
+            lambda: path_map(payloads_mib=[-1]),
+            ValueError,
+            "payloads_mib[0] must be finite and at le",
+        ),
+        (lambda: path_map(rho=2), TypeError, "rho must be a sequence of 2 numbers, got int 2"),
+        (
+            lambda: path_map(rho=(1, 2, 3)),
+            ValueError,
+            "rho must be 2 numbers, got 3: tuple (1, 2, 3)",
+        ),
+        (lambda: path_map(rho=()), ValueError, "rho must be 2 numbers, got 0"),
+        (
+            lambda: path_map(kappa=None),
+            TypeError,
+            "kappa must be a sequence of 2 numbers, got None",
+        ),
+        (lambda: path_map(kappa=(1, math.inf)), ValueError, "kappa[1] must be finite, got inf"),
+        (
+            lambda: path_map(kappa=(2, 1)),
+            ValueError,
+            "kappa must be a range from at least 1, got (2",
+        ),
+        (
+            lambda: path_map(points=3),
+            TypeError,
+            "points must be a sequence of (rho, kappa), got int",
+        ),
+        (lambda: path_map(points=[(1, 2), 3]), TypeError, "points[1] must be a sequence of 2 numb"),
+        (lambda: path_map(points=[(1, "a")]), TypeError, "points[0][1] must be a number, got str"),
+        (
+            lambda: path_map(points=[(1, math.nan)]),
+            ValueError,
+            "points[0][1] must be finite, got na",
+        ),
+        (lambda: plot_demand([[0, 1j]]), TypeError, "demand must be a table of real numbers"),
+        (
+            lambda: plot_demand(np.ones((2, 2)) * 1j),
+            TypeError,
+            "demand must be a table of real num",
+        ),
+        (lambda: plot_demand([[10**400]]), TypeError, "demand must be a table of real numbers"),
+        (
+            lambda: plot_demand(torch.ones(2, 2, requires_grad=True)),
+            TypeError,
+            "demand must be a table of real numbers",
+        ),
+        (lambda: plot_demand({"a": 1}), TypeError, "demand must be a table of real numbers"),
+        (
+            lambda: plot_demand([[1]], unit=["MiB"]),
+            ValueError,
+            "unit must be one of ['records', 'Mi",
+        ),
+        (lambda: plot_rail_shares({"a": None}), ValueError, "loads['a'] must have 2 non-empty dim"),
+        (
+            lambda: plot_waves([(0, 1, 0, 10**400)]),
+            TypeError,
+            "spans[0] must be four numbers (sour",
+        ),
+        (lambda: plot_waves([5]), TypeError, "spans[0] must be four numbers (source, destination,"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(draw, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        draw()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda title: plot_comparison({"bound_us": 1.0, "rows": [ROW]}, title=title),
+        lambda title: path_map(title=title),
+        lambda title: plot_demand([[0, 1], [1, 0]], title=title),
+        lambda title: plot_rail_shares({"a": [[1]]}, title=title),
+        lambda title: plot_waves([(0, 1, 0, 1)], title=title),
+    ],
+)
+def test_a_title_is_text(draw):
+    assert draw("mine").get_suptitle() == "mine"
+    with pytest.raises(TypeError, match="title must be a str, got int 5"):
+        draw(5)
+
+
+def test_arrays_and_tensors_are_as_good_as_lists():
+    row = ROW | {"rail_share": np.array([0.5, 0.5]), "time_us": np.float32(4)}
+    assert len(compare(row, rows=(row,)).axes) == 2
+    figure = path_map(rho=np.array([1, 2]), payloads_mib=torch.tensor([1.0, 2.0]), points=[[1, 1]])
+    assert len(figure.axes) == 2 and figure.axes[0].get_xlim() == (1, 2)

@@ -8,7 +8,18 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from railwave.plots.style import BAR, BOUND, EVEN, MAX_TICKS, set_title
+from railwave.plots.style import (
+    BAR,
+    BOUND,
+    EVEN,
+    MAX_TICKS,
+    check_entries,
+    check_number,
+    check_numbers,
+    check_row,
+    said,
+    set_title,
+)
 
 _BAR_HEIGHT = 0.66
 LOG_FROM = 20  # times T*: beyond, a linear axis would hide the short bars
@@ -26,7 +37,7 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
         Figure; `figure.savefig(...)` writes it.
 
     Raises:
-        ValueError: no rows.
+        TypeError, ValueError: an entry is missing, or not as above; no rows.
 
     Example:
         >>> row = {"scheduler": "joint", "time_us": 4.0, "speedup": 2.0, "rail_share": [0.5, 0.5]}
@@ -34,12 +45,12 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
         >>> len(figure.axes)
         2
     """
-    rows = comparison["rows"]
-    if not rows:
-        raise ValueError("comparison must have at least one row, got none")
+    comparison = check_entries(comparison, ("bound_us", "rows"), "comparison")
+    bound_us = check_number(comparison["bound_us"], "comparison['bound_us']", least=0)
+    rows = _checked(comparison["rows"])
     figure = Figure(figsize=(10, 1.7 + 0.5 * len(rows)), layout="constrained")
     times, shares = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    _draw_times(times, rows, comparison["bound_us"])
+    _draw_times(times, rows, bound_us)
     _draw_shares(shares, rows)
     times.set_yticks(range(len(rows)), [row["scheduler"] for row in rows])
     times.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
@@ -48,6 +59,31 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
         axes.tick_params(axis="y", length=0)
     set_title(figure, title)
     return figure
+
+
+def _checked(rows: Any) -> list[dict[str, Any]]:
+    """Return the rows with plain numbers."""
+    checked = []
+    for number, row in enumerate(check_row(rows, "comparison['rows']", "rows")):
+        at = f"comparison['rows'][{number}]"
+        row = check_entries(row, ("scheduler", "time_us", "speedup", "rail_share"), at)
+        if not isinstance(row["scheduler"], str):
+            raise TypeError(f"{at}['scheduler'] must be a str, got {said(row['scheduler'])}")
+        numbers = {
+            name: check_number(row[name], f"{at}['{name}']", least=0)
+            for name in ("time_us", "speedup")
+        }
+        share = check_numbers(row["rail_share"], f"{at}['rail_share']", least=0)
+        num_rails = len(checked[0]["rail_share"]) if checked else max(1, len(share))
+        if len(share) != num_rails:
+            raise ValueError(
+                f"{at}['rail_share'] must have a number for each of the same rails, at least one, "
+                f"got {len(share)}{f', row 0 has {num_rails}' if checked else ''}"
+            )
+        checked.append({"scheduler": row["scheduler"], **numbers, "rail_share": share})
+    if not checked:
+        raise ValueError("comparison must have at least one row, got none")
+    return checked
 
 
 def _draw_times(axes: Axes, rows: Any, bound_us: float) -> None:

@@ -34,7 +34,7 @@ def plot_demand(demand: Any, *, unit: str = "records", title: str = "") -> Figur
         >>> [text.get_text() for text in figure.axes[0].texts]
         ['3', '1']
     """
-    if unit not in UNITS:
+    if not isinstance(unit, str) or unit not in UNITS:
         raise ValueError(f"unit must be one of {list(UNITS)}, got {unit!r}")
     table = check_table(demand, "demand") / UNITS[unit]
     num_nodes = len(table)

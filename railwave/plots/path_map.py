@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from railwave.plots.style import PATH, set_title
+from railwave.plots.style import PATH, check_numbers, check_row, said, set_title
 from railwave.sched import Anchor, Scales, select
 from railwave.sched.selector import MIB
 
@@ -61,7 +61,8 @@ def plot_path_map(
         Figure; `figure.savefig(...)` writes it.
 
     Raises:
-        ValueError: no payload, or an empty range or one below 1; as `select`.
+        TypeError, ValueError: an argument is not as above; no payload; an empty range, or one below
+            1.
 
     Source: eq. (11) and (12).
 
@@ -70,12 +71,18 @@ def plot_path_map(
         >>> [axes.get_title() for axes in figure.axes]
         ['28 MiB a GPU', '56 MiB a GPU']
     """
-    ranges = {"rho": rho or (1.0, max(2.0, float(scales.rails))), "kappa": kappa}
-    for name, (low, high) in ranges.items():
-        if not 1 <= low < high < np.inf:
-            raise ValueError(f"{name} must be a range from at least 1, got {(low, high)}")
-    if not len(payloads_mib):
+    if not isinstance(scales, Scales):
+        raise TypeError(f"scales must be Scales, got {said(scales)}")
+    anchors = _checked(anchors)
+    rho = (1.0, max(2.0, float(scales.rails))) if rho is None else rho
+    ranges = {"rho": _range(rho, "rho"), "kappa": _range(kappa, "kappa")}
+    payloads_mib = check_numbers(payloads_mib, "payloads_mib", least=0)
+    if not payloads_mib:
         raise ValueError("payloads_mib must name at least one payload, got none")
+    marked = [
+        check_numbers(point, f"points[{i}]", count=2)
+        for i, point in enumerate(check_row(points, "points", "(rho, kappa)"))
+    ]
     num_panels = len(payloads_mib)
     layout = ConstrainedLayoutEngine(wspace=0.08)  # less, and the panels' outer ticks meet
     figure = Figure(figsize=(1.4 + 2.6 * num_panels, 3.4), layout=layout)
@@ -83,16 +90,35 @@ def plot_path_map(
     for axes, payload_mib in zip(panels, payloads_mib, strict=True):
         _draw_regions(axes, anchors, scales, payload_mib, ranges)
         _draw_anchors(axes, anchors, scales, payload_mib, ranges)
-        for x, y in points:
+        for x, y in marked:
             axes.plot(x, y, clip_on=False, **_POINT)
         axes.set_xlim(*ranges["rho"])
         axes.set_ylim(*ranges["kappa"])
         axes.set_title(f"{payload_mib:g} MiB a GPU", fontsize="small")
         axes.set_xlabel("rail skew ρg")
     panels[0].set_ylabel("receiver concentration κ")
-    _add_legend(figure, anchors, has_points=bool(points))
+    _add_legend(figure, anchors, has_points=bool(marked))
     set_title(figure, title)
     return figure
+
+
+def _checked(anchors: Any) -> list[Anchor]:
+    row = check_row(anchors, "anchors", "Anchor")
+    for number, anchor in enumerate(row):
+        if not isinstance(anchor, Anchor):
+            raise TypeError(f"anchors[{number}] must be an Anchor, got {said(anchor)}")
+        if anchor.path not in _PATHS:
+            raise ValueError(
+                f"anchors[{number}].path must be one of {', '.join(_PATHS)}, got {anchor.path!r}"
+            )
+    return row
+
+
+def _range(given: Any, name: str) -> tuple[float, float]:
+    low, high = check_numbers(given, name, count=2)
+    if not 1 <= low < high:
+        raise ValueError(f"{name} must be a range from at least 1, got {(low, high)}")
+    return low, high
 
 
 def _draw_regions(

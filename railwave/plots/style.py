@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,13 @@ MAX_LANES = 128  # lanes or panels that can be told apart, and drawn in seconds
 
 
 def set_title(figure: Figure, title: str) -> None:
-    """Put a line above a figure, at its left; "" for none."""
+    """Put a line above a figure, at its left; "" for none.
+
+    Raises:
+        TypeError: it is no text.
+    """
+    if not isinstance(title, str):
+        raise TypeError(f"title must be a str, got {said(title)}")
     if title:
         literal = title.replace("$", r"\$")  # a file's name is no formula
         figure.suptitle(literal, x=0.01, ha="left", fontsize="medium")
@@ -51,8 +59,10 @@ def check_table(value: Any, name: str) -> np.ndarray:
         [[1.0, 2.0]]
     """
     try:
+        if np.iscomplexobj(value):
+            raise TypeError("got complex ones")
         table = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"{name} must be a table of real numbers: {error}") from None
     if table.ndim != 2 or not table.size:
         raise ValueError(f"{name} must have 2 non-empty dimensions, got shape {table.shape}")
@@ -61,3 +71,79 @@ def check_table(value: Any, name: str) -> np.ndarray:
         got = table[tuple(place)]
         raise ValueError(f"{name} must be finite and at least 0, got {got} at {tuple(place)}")
     return table
+
+
+def check_number(value: Any, name: str, *, least: float = -math.inf) -> float:
+    """Return a finite number of at least so much.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is no such number.
+    """
+    try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {said(value)}") from None
+    if not (math.isfinite(number) and number >= least):
+        bound = "" if least == -math.inf else f" and at least {least:g}"
+        raise ValueError(f"{name} must be finite{bound}, got {number}")
+    return number
+
+
+def check_numbers(
+    value: Any, name: str, *, count: int | None = None, least: float = -math.inf
+) -> list[float]:
+    """Return a row of finite numbers, so many if `count` says, of at least so much.
+
+    Raises:
+        TypeError, ValueError: it is no such row.
+
+    Example:
+        >>> check_numbers((1, 2.5), "rho", count=2)
+        [1.0, 2.5]
+    """
+    many = "numbers" if count is None else f"{count} numbers"
+    row = check_row(value, name, many)
+    if count not in (None, len(row)):
+        raise ValueError(f"{name} must be {many}, got {len(row)}: {said(value)}")
+    return [check_number(each, f"{name}[{i}]", least=least) for i, each in enumerate(row)]
+
+
+def check_row(value: Any, name: str, what: str) -> list[Any]:
+    """Return what is in a sequence, array or tensor.
+
+    Args:
+        what: its entries, for the error.
+
+    Raises:
+        TypeError: it is none of them.
+    """
+    try:
+        if isinstance(value, (str, bytes, Mapping)):
+            raise TypeError
+        len(value)  # none of what is read only once
+        return list(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of {what}, got {said(value)}") from None
+
+
+def check_entries(value: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
+    """Return a mapping that has these entries.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: an entry is missing.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping with {', '.join(names)}, got {said(value)}")
+    missing = [each for each in names if each not in value]
+    if missing:
+        raise ValueError(f"{name} must have {', '.join(names)}, got no {', '.join(missing)}")
+    return value
+
+
+def said(value: Any) -> str:
+    """Say a value and its type for an error, cut short."""
+    return f"{type(value).__name__} {value!r:.60}"

@@ -128,7 +128,7 @@ def _checked(spans: Sequence[Sequence[float]], nodes: int | None) -> list[Span]:
         try:
             source, destination, begin, end = span
             numbers = [float(value) for value in span]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise TypeError(
                 f"spans[{number}] must be four numbers (source, destination, begin, end), got "
                 f"{span!r}"
