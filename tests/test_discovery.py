@@ -291,6 +291,7 @@ def fake_nvml(names, fails=""):
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetPciInfo": lambda i: SimpleNamespace(busId=f"0000000{i}:1A:00.0".encode()),
         "nvmlDeviceGetName": lambda index: names[index],
+        "nvmlDeviceGetUUID": lambda index: f"GPU-{index}0bb-1122".encode(),
     }
     fake = {name: call(name, result) for name, result in calls.items()}
     return SimpleNamespace(NVMLError=NvmlError, **fake)
@@ -305,6 +306,8 @@ def test_nvml_names_gpus_where_it_can(monkeypatch, tree):
     for fails in ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName"):
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800"], fails))
         assert [gpu.name for gpu in discover(str(tree.root)).gpus] == ["NVIDIA 0x2324"]
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800"], "nvmlDeviceGetUUID"))
+    assert [(gpu.name, gpu.uuid) for gpu in discover(str(tree.root)).gpus] == [("NVIDIA H800", "")]
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert [gpu.name for gpu in discover(str(tree.root)).gpus] == ["NVIDIA 0x2324"]
 
@@ -375,12 +378,44 @@ def test_gpus_that_cuda_hides_are_left_out(tree, monkeypatch):
     node = discover(tree.root)
     assert discovery.visible_rails(node, None) == tuple(range(8))
     assert discovery.visible_rails(node, " 6, 4,8,1") == (6, 4)
-    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES must be.*'GPU-1a2b'"):
+    for wrong in ("MIG-1a2b", "0,GPU-1a2b", "GPU-1a2b,0"):
+        with pytest.raises(ValueError, match=f"must be numbers, or UUIDs such as .*'{wrong}'"):
+            discovery.visible_rails(node, wrong)
+    with pytest.raises(ValueError, match=r"NVML does not say the GPUs' UUIDs .*'GPU-1a2b'"):
         discovery.visible_rails(node, "GPU-1a2b")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,5")
     assert Topology.discover(sysfs=tree.root).gpus_per_node == 8  # of another machine
     monkeypatch.setattr(topology, "SYSFS", str(tree.root))
     assert Topology.discover(sysfs=str(tree.root)) == Topology(1, 3, 3, rail_of_gpu=(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    "devices, gpus",
+    [
+        ("GPU-20bb,GPU-00bb-11", (2, 0)),
+        (" GPU-3 , GPU-10bb ", (3, 1)),
+        ("GPU-2,GPU-9,GPU-0", (2,)),  # none from one that there is not
+        ("GPU-2,GPU-,GPU-0", (2,)),  # or that could be several
+        ("GPU-2,GPU-20", ()),  # twice
+        ("GPU-20BB", ()),
+    ],
+)
+def test_gpus_may_be_shown_by_uuid(tree, monkeypatch, devices, gpus):
+    """GPUs whose ports are the other way round; NVML knows UUIDs, sysfs does not."""
+    for i in range(4):
+        tree.gpu(f"pci000{i}:10", f"000{i}:10:01.0", f"000{i}:1a:00.0")
+        tree.nic(f"mlx5_{3 - i}", f"pci000{i}:10", f"000{i}:10:01.0", f"000{i}:1b:00.0")
+    monkeypatch.setattr(discovery.system, "SYSFS", str(tree.root))
+    monkeypatch.setattr(topology, "SYSFS", str(tree.root))
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800"] * 4))
+    node = discover(str(tree.root))
+    assert discovery.visible_gpus(node, devices) == gpus
+    assert discovery.visible_rails(node, devices) == tuple(3 - gpu for gpu in gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    if gpus:  # rails that no GPU of the job uses are left out
+        place = {gpu: len(gpus) - 1 - i for i, gpu in enumerate(sorted(gpus))}
+        found = Topology.discover(sysfs=str(tree.root))
+        assert found.rail_of_gpu == tuple(place[gpu] for gpu in gpus)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def wrapper():
 
 def test_the_wrapper_gives_each_process_its_own_port():
     below = [("pci0000:00", f"0000:00:0{switch}.0", "device") for switch in range(2)]
-    gpus = [Gpu(i, "H800", f"gpu{i}", 0, below[i]) for i in range(2)]
+    gpus = [Gpu(i, "H800", f"gpu{i}", 0, below[i], f"GPU-{i}a2b") for i in range(2)]
     kind = ("InfiniBand", "ACTIVE", 400.0)
     node = arrange(gpus, [Nic(f"mlx5_{i}", 1, f"n{i}", 0, *kind, below[1 - i]) for i in range(2)])
     mapping = wrapper().mapping
@@ -208,7 +208,7 @@ def test_the_wrapper_gives_each_process_its_own_port():
     assert [mapping(node, rank, 2, None)[name] for rank in (0, 1, 2)] == [
         *("mlx5_1:1:1", "mlx5_0:1:1", "mlx5_1:1:1")
     ]
-    assert mapping(node, 0, 2, "1,0")[name] == "mlx5_0:1:1"
+    assert mapping(node, 0, 2, "1,0")[name] == mapping(node, 0, 2, "GPU-1")[name] == "mlx5_0:1:1"
     assert mapping(node, 0, 1, None) == {"NVSHMEM_REMOTE_TRANSPORT": "none"}
     assert mapping(arrange([], []), 0, 2, "") == {"NVSHMEM_REMOTE_TRANSPORT": "none"}
 

@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 
-from railwave.discovery import Node, discover
+from railwave.discovery import Node, discover, visible_gpus
 
 SET_BY_HAND = ("NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_HCA_LIST")
 
@@ -29,7 +29,7 @@ def mapping(node: Node, local_rank: int, nodes: int, shown: str | None) -> dict[
     """
     if nodes == 1 or not node.gpus:
         return node.environment(nodes=1)
-    gpus = [int(gpu) for gpu in shown.split(",")] if shown else range(len(node.gpus))
+    gpus = visible_gpus(node, shown or None)
     return node.environment(nodes=nodes, gpu=gpus[local_rank % len(gpus)])
 
 

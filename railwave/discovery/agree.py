@@ -18,11 +18,10 @@ def visible_rails(node: Node, devices: str | None) -> tuple[int, ...]:
     """Return the rails of the GPUs that CUDA shows to a process, in its order.
 
     Args:
-        devices: CUDA_VISIBLE_DEVICES; None if it is not set. From the first number that is no
-            GPU's, none is shown, as CUDA has it.
+        devices: as of `visible_gpus`.
 
     Raises:
-        ValueError: it names GPUs by other than numbers.
+        ValueError: as `visible_gpus`.
 
     Example:
         >>> from railwave.discovery import Gpu, arrange
@@ -30,16 +29,56 @@ def visible_rails(node: Node, devices: str | None) -> tuple[int, ...]:
         >>> visible_rails(node, "2,3"), visible_rails(node, "1,-1,0"), visible_rails(node, "")
         ((2, 3), (1,), ())
     """
+    return tuple(node.rail_of_gpu[gpu] for gpu in visible_gpus(node, devices))
+
+
+def visible_gpus(node: Node, devices: str | None) -> tuple[int, ...]:
+    """Return the numbers of the GPUs that CUDA shows to a process, in its order.
+
+    Args:
+        devices: CUDA_VISIBLE_DEVICES: numbers, or UUIDs as far as they tell GPUs apart; None if it
+            is not set. From the first that is no GPU's, or of several, none is shown, as CUDA has
+            it; none at all, if one UUID is there twice.
+
+    Raises:
+        ValueError: it names GPUs by other than numbers or UUIDs, or by UUIDs that nobody knows.
+
+    Example:
+        >>> from railwave.discovery import Gpu, arrange
+        >>> uuids = ["GPU-1a2b", "GPU-1a3c", "GPU-4d"]
+        >>> node = arrange([Gpu(i, "H800", "", 0, (), uuid) for i, uuid in enumerate(uuids)], [])
+        >>> visible_gpus(node, "2,1"), visible_gpus(node, "GPU-4,GPU-1a3,GPU-1a")
+        ((2, 1), (2, 1))
+    """
     if devices is None:
-        return node.rail_of_gpu
+        return tuple(range(len(node.gpus)))
     names = [name.strip() for name in devices.split(",")] if devices.strip() else []
+    if names and all(name.startswith("GPU-") for name in names):
+        return _with_uuids(node, names, devices)
     if not all(re.fullmatch(r"-?\d+", name) for name in names):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES must be numbers to find the GPUs' rails, got {devices!r}: set "
-            "numbers, or make the Topology with rail_of_gpu from railwave topo"
+            "CUDA_VISIBLE_DEVICES must be numbers, or UUIDs such as GPU-1a2b, to find the GPUs' "
+            f"rails, got {devices!r}: set either, or make the Topology with rail_of_gpu from "
+            "railwave topo"
         )
-    shown = takewhile(lambda gpu: 0 <= gpu < len(node.gpus), map(int, names))
-    return tuple(node.rail_of_gpu[gpu] for gpu in shown)
+    return tuple(takewhile(lambda gpu: 0 <= gpu < len(node.gpus), map(int, names)))
+
+
+def _with_uuids(node: Node, names: list[str], devices: str) -> tuple[int, ...]:
+    if not all(gpu.uuid for gpu in node.gpus):
+        raise ValueError(
+            "CUDA_VISIBLE_DEVICES must be numbers where NVML does not say the GPUs' UUIDs (pip "
+            f"install nvidia-ml-py), got {devices!r}"
+        )
+    shown: list[int] = []
+    for name in names:
+        found = [gpu.index for gpu in node.gpus if gpu.uuid.startswith(name)]
+        if len(found) != 1:
+            break
+        if found[0] in shown:
+            return ()
+        shown += found
+    return tuple(shown)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ class Gpu:
     pci: str  # such as 0000:1a:00.0
     numa: int  # -1: the system does not say
     path: tuple[str, ...] = field(default=(), repr=False)  # from the host bridge; () if unknown
+    uuid: str = field(
+        default="", repr=False
+    )  # as CUDA knows it, such as GPU-1a2b...; "" if unknown
 
 
 @dataclass(frozen=True)

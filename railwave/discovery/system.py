@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from railwave.discovery.node import Gpu, Nic, Node
 from railwave.discovery.spread import arrange
@@ -38,14 +39,14 @@ def discover(sysfs: str | os.PathLike = SYSFS) -> Node:
         raise ValueError(f"sysfs must be a folder, got {os.fspath(sysfs)!r}")
     found = _nvml_gpus() if os.fspath(sysfs) == SYSFS else None
     gpus = []
-    for index, (pci, name) in enumerate(found or _sysfs_gpus(root)):
+    for index, (pci, name, uuid) in enumerate(found or _sysfs_gpus(root)):
         path = _place(root / "bus/pci/devices" / pci)
-        gpus.append(Gpu(index, name, pci, _numa(path), _pci_path(path)))
+        gpus.append(Gpu(index, name, pci, _numa(path), _pci_path(path), uuid))
     return arrange(gpus, list(_find_ports(root)))
 
 
-def _nvml_gpus() -> list[tuple[str, str]] | None:
-    """Return (PCI address, name) of each GPU; None if NVML cannot say."""
+def _nvml_gpus() -> list[tuple[str, str, str]] | None:
+    """Return (PCI address, name, UUID) of each GPU; None if NVML cannot say."""
     try:
         import pynvml
     except ImportError:
@@ -60,7 +61,8 @@ def _nvml_gpus() -> list[tuple[str, str]] | None:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             address = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)  # 00000000:1A:00.0
             domain, _, rest = address.lower().partition(":")
-            gpus.append((f"{int(domain, 16):04x}:{rest}", _text(pynvml.nvmlDeviceGetName(handle))))
+            texts = _text(pynvml.nvmlDeviceGetName(handle)), _nvml_uuid(pynvml, handle)
+            gpus.append((f"{int(domain, 16):04x}:{rest}", *texts))
         return gpus
     except pynvml.NVMLError:
         return None
@@ -68,15 +70,23 @@ def _nvml_gpus() -> list[tuple[str, str]] | None:
         pynvml.nvmlShutdown()
 
 
+def _nvml_uuid(pynvml: Any, handle: Any) -> str:
+    """Return a GPU's UUID, "" if NVML keeps it to itself: all else can do without."""
+    try:
+        return _text(pynvml.nvmlDeviceGetUUID(handle))
+    except pynvml.NVMLError:
+        return ""
+
+
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value  # bytes until nvidia-ml-py 11.5
 
 
-def _sysfs_gpus(root: Path) -> list[tuple[str, str]]:
+def _sysfs_gpus(root: Path) -> list[tuple[str, str, str]]:
     gpus = []
     for device in _entries(root / "bus/pci/devices"):
         if _read(device / "vendor") == _NVIDIA and _read(device / "class")[:6] in _GPU_CLASSES:
-            gpus.append((device.name, f"NVIDIA {_read(device / 'device')}"))
+            gpus.append((device.name, f"NVIDIA {_read(device / 'device')}", ""))
     return gpus  # by address, since all parts of one have a fixed width
 
 
