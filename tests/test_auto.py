@@ -47,7 +47,7 @@ def test_auto_takes_the_path_of_the_anchor_that_this_traffic_is_near():
     batch = make_batch(make_world(*TOPO, **SIZES), 4)
     here = traffic_of(batch)
     assert here[0] > 0 and here[1] > 1
-    for path in ("native", "rail", "permutation"):
+    for path in ("native", "rail", "permutation", "granted"):
         anchors = [Anchor(here[0] * 1.3, *here[1:], "joint"), Anchor(*here, path)]
         world = make_world(*TOPO, **SIZES, cost_table=table(anchors))
         received = world.dispatch(*batch.arguments, path="auto")
