@@ -20,6 +20,7 @@ MAX_DEADLINE_S = 1e9
 SAME = (
     *("topo", "num_experts", "top_k", "hidden", "max_tokens_per_rank", "dtype"),
     *("expert_to_rank", "staging_records", "paths", "max_recv_rows", "num_sms", "pipeline"),
+    "nic_gbs",
 )
 
 
@@ -115,11 +116,15 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def checked_wire(wire: str | None, device: torch.device) -> str | None:
+def checked_wire(
+    wire: str | None, device: torch.device, nic_gbs: float | None = None
+) -> str | None:
     if wire not in (None, "nvshmem"):
         raise ValueError(f"wire must be None or 'nvshmem', got {wire!r}")
     if wire and device.type == "cpu":
         raise ValueError(f"wire must be None on a CPU, got {wire!r}")
+    if wire and nic_gbs is not None:
+        raise ValueError(f"wire must be None where NICs are emulated (nic_gbs), got {wire!r}")
     return wire
 
 

@@ -108,6 +108,7 @@ class Communicator:
         max_recv_rows: int | None = None,
         num_sms: int | None = None,
         pipeline: bool = True,
+        nic_gbs: float | None = None,
         group: dist.ProcessGroup | None = None,
         deadline_s: float | None = None,
         device: torch.device | str | None = None,
@@ -131,9 +132,10 @@ class Communicator:
                 max_recv_rows=max_recv_rows,
                 num_sms=num_sms,
                 pipeline=pipeline,
+                nic_gbs=nic_gbs,
                 device=default_device() if device is None else device,
             )
-            self._wire = checked_wire(wire, self.config.device)
+            self._wire = checked_wire(wire, self.config.device, self.config.nic_gbs)
             check_group(group, topo)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = error
@@ -185,6 +187,11 @@ class Communicator:
         gpu = torch.cuda.get_device_properties(config.device)
         gpus = self._gather((os.uname().nodename, str(gpu.uuid)))
         sharing = gpus.count(gpus[self.rank])
+        if config.nic_gbs is not None and sharing < ranks:
+            raise ValueError(
+                "nic_gbs must be None where ranks have several GPUs, whose clocks differ, "
+                f"got {config.nic_gbs}"
+            )
         tiles = fitting(config.tiles, gpu.multi_processor_count, sharing)
         together(self._gather, "fit all ranks", lambda: check_fit(config, sharing, tiles.programs))
         node = self.rank // config.topo.gpus_per_node
@@ -201,9 +208,10 @@ class Communicator:
     @property
     def transport(self) -> str:
         """How records reach other nodes, for a cost table's fingerprint."""
-        if not self._on_gpu:
-            return "shared memory"
-        return "NVSHMEM" if self.config.remote else "mapped memory"
+        name = "NVSHMEM" if self.config.remote else "mapped memory"
+        name = name if self._on_gpu else "shared memory"
+        rate = self.config.nic_gbs
+        return name if rate is None else f"{name}, emulated NICs of {rate:g} GB/s"
 
     def _take_table(self, given: Any) -> None:
         """Take the cost table, if there is one: the same on all ranks."""

@@ -4,17 +4,19 @@ Letters: N nodes, G GPUs a node, R rails, W = N * G ranks, E experts, K top-k, T
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
 
 from railwave._check import check_device, check_index, check_positive_int
 from railwave.heap import Layout
-from railwave.kernels.shape import Shape, make_format, pow2
+from railwave.kernels.shape import SLOT_BYTES, Shape, make_format, pow2
 from railwave.topology import Topology
 
 logger = logging.getLogger("railwave")
@@ -26,6 +28,7 @@ WAVES = ("permutation", "joint")
 DEFAULT_STAGING_RECORDS = 8192
 MOST_COUNTING = 128  # programs of count that number records: about one a multiprocessor
 MAX_TOP_K = 255  # `count` counts a token's experts on a GPU in a byte at most
+LEAST_NIC_GBS, MOST_NIC_GBS = 1e-6, 1e6  # of an emulated NIC: a byte a millisecond at least
 TEXT_WORDS = 64  # of an error that all ranks must hear, 8 bytes each
 
 
@@ -157,6 +160,7 @@ class Config:
     num_sms: int | None = None  # the most programs of a launch; None: as the tiles say
     pipeline: bool = True  # pack a round while the one before it is on the wire
     cost_table: Any = None  # a CostTable, which decides where path is "auto"
+    nic_gbs: float | None = None  # of emulated NICs, 1e9 bytes/s each way; None: none
 
     def __post_init__(self) -> None:
         if not isinstance(self.topo, Topology):
@@ -193,6 +197,12 @@ class Config:
         object.__setattr__(self, "max_recv_rows", rows)
         if not isinstance(self.pipeline, bool):
             raise TypeError(f"pipeline must be True or False, got {self.pipeline!r}")
+        if self.nic_gbs is not None:
+            object.__setattr__(self, "nic_gbs", self._checked_nic_gbs())
+            # A smaller chunk than a slot would cost more to reserve than to move.
+            record = make_format(self.payload_bytes, self.top_k, self.topo.gpus_per_node)
+            chunk = max(self.tiles.chunk, SLOT_BYTES // (4 * record.RECORD_WORDS))
+            object.__setattr__(self, "tiles", replace(self.tiles, chunk=chunk))
         if self.num_sms is not None:
             programs = min(self.tiles.programs, check_positive_int(self.num_sms, "num_sms"))
             object.__setattr__(self, "tiles", replace(self.tiles, programs=programs))
@@ -211,6 +221,18 @@ class Config:
         if not paths:
             raise ValueError("paths must name at least one path, got none")
         return paths
+
+    def _checked_nic_gbs(self) -> float:
+        rate = self.nic_gbs
+        if isinstance(rate, bool) or not isinstance(rate, Real):
+            raise TypeError(f"nic_gbs must be a number or None, got {rate!r}")
+        if not (math.isfinite(rate) and LEAST_NIC_GBS <= rate <= MOST_NIC_GBS):
+            raise ValueError(
+                f"nic_gbs must be in [{LEAST_NIC_GBS:g}, {MOST_NIC_GBS:g}], got {rate!r}"
+            )
+        if self.remote:
+            raise ValueError(f"nic_gbs must be None where NVSHMEM reaches PEs, got {rate!r}")
+        return float(rate)
 
     def _warn_of_uneven_rails(self) -> None:
         gpus = self.topo.gpus_of_rail
@@ -343,6 +365,7 @@ class Config:
             CHUNKS=chunks,
             CHUNKS_P=pow2(chunks),
             REMOTE=self.remote,
+            EMULATED=self.nic_gbs is not None,
         )
 
     @cached_property
@@ -364,6 +387,7 @@ class Config:
             "arrived": topo.nodes * S.CHUNKS,
             "verdict": topo.nodes,
             **dict.fromkeys(("granted", "landed", "back"), W),
+            **({"ports": 2} if S.EMULATED else {}),
         }
         return Layout.of(
             {

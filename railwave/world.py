@@ -71,6 +71,9 @@ class LocalWorld:
             payload may hold (N - 1 at least on native and rail); what is packed beside a put holds
             half as many more. Planning, microseconds long, is not bounded.
         pipeline: pack a round while the one before it is on the wire; else in turn.
+        nic_gbs: for experiments on one host: every rail of every node behaves as a NIC of that
+            many GB/s (1e9 bytes/s), each direction. All ranks must share one GPU, or be on CPUs.
+            None: none.
         order: which PE of those that can go on runs next; None goes round.
         device: cpu, where Triton interprets the kernels, or one GPU, which all ranks then share.
 
@@ -110,6 +113,7 @@ class LocalWorld:
         max_recv_rows: int | None = None,
         num_sms: int | None = None,
         pipeline: bool = True,
+        nic_gbs: float | None = None,
         order: random.Random | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -126,6 +130,7 @@ class LocalWorld:
             max_recv_rows=max_recv_rows,
             num_sms=num_sms,
             pipeline=pipeline,
+            nic_gbs=nic_gbs,
             device=device,
         )
         if order is not None and not callable(getattr(order, "choice", None)):

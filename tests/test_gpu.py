@@ -50,6 +50,41 @@ def test_every_path_gives_the_bits_of_the_reference(nodes, gpus, wire):
     run_all(every_path, nodes * gpus, nodes, gpus, wire, timeout_s=200, fresh=nodes * gpus <= 8)
 
 
+def through_nics(rank, nodes, gpus, rails):
+    """Every path through emulated NICs: the bits of the reference, no sooner than they allow."""
+    topo, rate_gbs, tokens, hidden = railwave.Topology(nodes, gpus, rails), 1.0, 256, 4096
+    sizes = {"hidden": hidden, "max_tokens_per_rank": tokens, "top_k": 1, "nic_gbs": rate_gbs}
+    rw = init(topo, rank, **sizes, max_recv_rows=tokens)
+    experts = 2 * ((rank + gpus) % topo.num_ranks)  # of the next node's GPU with this local index
+    batch = torch.full((tokens, hidden), float(rank), dtype=torch.bfloat16, device="cuda")
+    ids = torch.full((tokens, 1), experts, device="cuda")
+    weights = torch.ones(tokens, 1, device="cuda")
+    bytes_a_rail = tokens * hidden * 2 * gpus // rails
+    for path in PATHS:
+        for _ in range(2):  # the second is timed: all kernels are loaded
+            torch.cuda.synchronize()
+            dist.barrier()
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            received = rw.dispatch(batch, ids, weights, path=path)
+            y = rw.combine(received.x, received.handle)
+            ended.record()
+            torch.cuda.synchronize()
+        dist.barrier()
+        assert torch.equal(y, batch) and len(received.x) == tokens, path
+        assert (received.x == (rank - gpus) % topo.num_ranks).all(), path
+        # No rank puts before all have begun, so the slowest sees all of a NIC's bytes pass.
+        took_ms = [0.0] * topo.num_ranks
+        dist.all_gather_object(took_ms, began.elapsed_time(ended))
+        assert max(took_ms) / 1e3 >= 2 * bytes_a_rail / (rate_gbs * 1e9), path
+    rw.close()
+
+
+@pytest.mark.parametrize("nodes, gpus, rails", [(2, 4, 4), (4, 8, 4)])
+def test_every_path_through_emulated_nics(nodes, gpus, rails):
+    run_all(through_nics, nodes * gpus, nodes, gpus, rails, timeout_s=200)
+
+
 def compiled_layer(rank):
     torch.cuda.set_device(0)
     layer(rank, 1, "inductor")

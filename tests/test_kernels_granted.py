@@ -63,7 +63,12 @@ class Cluster:
             self.config.tables.rail_mates(pe),
             **{"me": pe, "send_off": layout["send"], "recv_off": layout["recv"]},
             **{f"{name}_off": layout[name] for name in words},
-            **{"begin": pe not in self.begun, "packs": packs, "most_steps": most_steps},
+            **{
+                "port_off": 0,
+                "begin": pe not in self.begun,
+                "packs": packs,
+                "most_steps": most_steps,
+            },
             **{"record_words": RECORD_WORDS, "patience_ns": self.patience_ns},
             **{"least_bytes": 0, "part_bytes": 0, "block_w": 8, **self.sizes},
             shape=self.config.shape,

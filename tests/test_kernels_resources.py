@@ -32,7 +32,7 @@ MOVING = (
 )
 
 
-def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
+def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False, nic_gbs=None):
     """Return {(kernel, signature, constants)} of a dispatch and a combine, which never run."""
     launches = {}
 
@@ -55,6 +55,7 @@ def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False):
     topo, cpu = Topology(nodes, gpus, gpus), torch.device("cpu")
     sizes = dict(num_experts=8 * topo.num_ranks, top_k=top_k, hidden=hidden)
     sizes |= dict(max_tokens_per_rank=tokens, dtype=torch.bfloat16, tiles=COMPILED)
+    sizes |= dict(nic_gbs=nic_gbs)
 
     def one_pe(**more):
         config = Config(topo=topo, **sizes, **more)
@@ -116,6 +117,19 @@ def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
             for what in ("ld", "st"):
                 assert re.search(rf"{what}\.global\S*\.v4", asm["ptx"]), (name, what)
     assert seen == set(MOVING)
+
+
+@pytest.mark.parametrize("sharing", [1, 32])
+def test_put_through_emulated_nics_keeps_all_in_registers_too(sharing, tmp_path):
+    launches = recorded(4, 8, 4096, 7168, 1, sharing=sharing, nic_gbs=3.125)
+    puts = [launch for launch in launches if launch[0].__name__ == "_put_kernel"]
+    assert len(puts) == 2  # of records and of sums
+    for put in puts:
+        asm = compiled(*put)
+        assert stack_of(asm, tmp_path) <= 64
+        for what in ("ld", "st"):
+            assert re.search(rf"{what}\.global\S*\.v4", asm["ptx"]), what
+        assert "%globaltimer" in asm["ptx"]
 
 
 @pytest.mark.parametrize("sharing", [1, 8])

@@ -67,6 +67,7 @@ KERNEL_LAYERS = [
     "shape",
     "lang",
     "nvshmem",
+    "port",
     "wire",
     "granted",
     "notify",

@@ -67,6 +67,7 @@ def _launch(
         send_off=layout["send"],
         recv_off=layout["recv"],
         **{f"{name}_off": layout[name] for name in ("arrived", *WORDS)},
+        port_off=layout["ports"] if pe.config.shape.EMULATED else 0,
         begin=begin,
         packs=packs,
         most_steps=0 if pe.persists else ONE_STEP,

@@ -116,6 +116,8 @@ class Exchange:
         wire = self.kernels.wire
         self.state = torch.zeros(wire.STATE_WORDS, dtype=torch.int64, device=device)
         self.state[wire.DEADLINE_NS.value] = int(deadline_s * 1e9)
+        if config.nic_gbs is not None:
+            self.set_nic_gbs(config.nic_gbs)
         tracing.join(self)
         self._make_tables()
         S = config.shape
@@ -155,6 +157,12 @@ class Exchange:
         self.rail_gpus = torch.tensor(rails, **ints)
         self.rail_mates = self.rail_gpus[self.rail].clone()
         self.eligible = topo.eligible_rails[self.node].to(**ints)
+
+    def set_nic_gbs(self, rate: float) -> None:
+        """Let what is put from now on pass this PE's emulated NIC at another rate."""
+        port = self.kernels.port
+        self.state[port.NIC_RATE.value] = max(1, round(rate * 1e6))
+        self.state[port.NIC_GPU.value] = self.config.topo.gpus_of_rail[self.rail][0]
 
     def advance(self) -> None:
         """Count a phase, whose first kernel is launched."""
@@ -325,6 +333,7 @@ class Exchange:
             wait_packed=wait_packed,
             wait_grant=wait_grant,
             tell_taken=tell_taken,
+            port_off=layout["ports"] if self.config.shape.EMULATED else 0,
             shape=self.config.shape,
             programs=self.programs(this),
             block_w=self.config.tiles.block_put,
@@ -438,7 +447,7 @@ class Exchange:
         self.epoch = epoch
         self.state[wire.EPOCH.value] = epoch
         self.state[wire.NOTIFIES.value] = epoch  # any number that all agree on
-        self.state[wire.FAILED.value :] = 0
+        self.state[wire.FAILED.value : self.kernels.port.NIC_RATE.value] = 0
         self.counts.zero_()  # an interrupted phase may have left slots
 
     @contextmanager

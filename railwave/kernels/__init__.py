@@ -16,7 +16,7 @@ from typing import Any
 
 OPS = (
     *("notify", "verdict", "count", "describe", "quota", "match"),
-    *("pack", "wire", "granted", "unpack", "reduce", "group", "combine"),
+    *("pack", "port", "wire", "granted", "unpack", "reduce", "group", "combine"),
 )
 
 _INTERPRETED = f"{__name__}.interpreted"

@@ -23,6 +23,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 
 from .lang import cdiv, clamp, clock_ns, helper, i64, iota, jit, relax, tile_max, tile_min, tile_sum
 from .nvshmem import libraries, quiet, signal_pe
+from .port import reserve, slot_ns, wait_until
 from .shape import Shape, pow2
 from .wire import (
     CLOCK_NS,
@@ -71,7 +72,8 @@ NEWS_NS = tl.constexpr(17)  # when anything was read or done
 DONE = tl.constexpr(18)  # 1: all is put, and all that was to come has landed
 NEWS = tl.constexpr(19)  # 1: something was read or done in the last step
 MOST_OUT = tl.constexpr(20)  # the most grants out at once
-ROWS = tl.constexpr(21)
+PASSES_NS = tl.constexpr(21)  # when the chunk will have passed the emulated NICs
+ROWS = tl.constexpr(22)
 NOBODY = tl.constexpr(1 << 30)
 
 
@@ -276,11 +278,16 @@ def _answer(bases_ptr, me, leader, back_off, base, before, after, S: tl.constexp
 def _send(
     table_ptr,
     bases_ptr,
+    state_ptr,
     put_words_ptr,
     send_load_ptr,
     me,
     leader,
     ready,
+    now,
+    waits,
+    part_words,
+    port_off,
     send_off,
     recv_off,
     arrived_off,
@@ -297,7 +304,7 @@ def _send(
 
     Idle, a sender takes a grant; with its chunk near its end it holds one; it hands back all
     others, and is closed to who gave them until it can take a grant. What is for the first `ready`
-    waves has been packed.
+    waves has been packed. A chunk passes emulated NICs in one slot; `waits`: for its end, here.
     """
     node: int = me // S.G
     d = iota(S.N_P)
@@ -315,6 +322,7 @@ def _send(
     at: int = i64(tl.load(_row(table_ptr, AT, S)))
 
     opens: int = i64(serving < 0) * i64(held < 0)
+    idle: int = i64(serving < 0)
     if serving < 0:
         first: int = i64(tile_min(tl.where(new > 0, wave, S.N), 0))
         serving: int = held + 0
@@ -330,7 +338,18 @@ def _send(
     end: int = clamp(_of(begun * tl.load(_row(table_ptr, RUN, S) + d), d == to), 0, chunks_of(n, S))
     part: int = i64(tl.load(_row(table_ptr, PART, S) + to))
     moves: int = i64(serving >= 0)
-    if (moves > 0) & (near == 0) & (end - at <= part):
+    last_part: int = i64(end - at <= part)
+    if S.EMULATED:
+        if idle * moves > 0:
+            chunks: int = chunks_of(n, S)
+            num_bytes: int = (n * end // chunks - n * at // chunks) * (RECORD_WORDS * 4)
+            ingress: int = to * S.G + me % S.G
+            passes: int = reserve(bases_ptr, state_ptr, port_off, me, ingress, num_bytes, S)
+            tl.store(_row(table_ptr, PASSES_NS, S), passes)
+            tl.debug_barrier()
+        passes: int = i64(tl.load(_row(table_ptr, PASSES_NS, S)))
+        last_part: int = i64(now >= passes - slot_ns(state_ptr, part_words * 4))
+    if (moves > 0) & (near == 0) & (last_part > 0):
         near: int = near * 0 + 1
         opens: int = opens * 0 + 1
         _say(bases_ptr, me, to * S.G + leader, landed_off, base + 2 * _of(begun, d == to) - 1, S)
@@ -358,7 +377,18 @@ def _send(
         if S.REMOTE:
             quiet()  # a chunk has ended when its bytes have left
         at: int = last + 0
-        if at >= end:
+        ended: int = i64(at >= end)
+        if S.EMULATED:
+            if (ended > 0) & (waits > 0):
+                wait_until(passes)
+            ended: int = ended * i64((now >= passes) | (waits > 0))
+            if ended > 0:
+                first: int = _of((begun - 1) * tl.load(_row(table_ptr, RUN, S) + d), d == to)
+                pe: int = to * S.G + me % S.G
+                for c in range(first, end):
+                    word_off: int = arrived_off + (node * S.CHUNKS + c) * 8
+                    signal(heap_i64(bases_ptr, pe, word_off), value, None)
+        if ended > 0:
             _say(bases_ptr, me, to * S.G + leader, landed_off, base + 2 * _of(begun, d == to), S)
             serving: int = serving * 0 - 1
             near: int = near * 0
@@ -427,6 +457,7 @@ def _granted_kernel(
     landed_off,
     back_off,
     packed_off,
+    port_off,
     begin,
     packs,
     most_steps,
@@ -460,7 +491,8 @@ def _granted_kernel(
         now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
         ready: int = _ready(bases_ptr, state_ptr, me, packed_off, i64(packs), S)
         news: int = _send(
-            *(table_ptr, bases_ptr, put_words_ptr, send_load_ptr, me, leader, ready),
+            *(table_ptr, bases_ptr, state_ptr, put_words_ptr, send_load_ptr, me, leader, ready),
+            *(now, i64(most_steps), i64(part_words), i64(port_off)),
             *(send_off, recv_off, arrived_off, granted_off, landed_off, back_off),
             *(base, value, S, RECORD_WORDS, BLOCK_W),
         )
@@ -502,6 +534,7 @@ def granted(
     landed_off: int,
     back_off: int,
     packed_off: int,
+    port_off: int,
     begin: bool,
     packs: int,
     most_steps: int,
@@ -527,6 +560,7 @@ def granted(
         send_off, recv_off: byte offsets of the buffers: of PROXY_RECORDS a peer, node own + 1 + i
             (own - 1 - i to receive) for i < N - 1.
         arrived_off, granted_off, landed_off, back_off, packed_off: byte offsets of the words.
+        port_off: byte offset of the ports of emulated NICs, see `port`.
         begin: the phase begins; else an earlier launch's steps go on.
         packs: records for wave k may be put once the node has said packed(k), all of them once it
             has said packed(packs); 0: they are there.
@@ -541,7 +575,8 @@ def granted(
     _granted_kernel[(1,)](
         *(table, bases, state, put_words, send_load, recv_load, rail_mates),
         *(me, send_off, recv_off, arrived_off, granted_off, landed_off, back_off, packed_off),
-        *(int(begin), packs, most_steps, -(-least_bytes // 4), -(-part_bytes // 4), patience_ns),
+        *(port_off, int(begin), packs, most_steps),
+        *(-(-least_bytes // 4), -(-part_bytes // 4), patience_ns),
         S=shape,
         RECORD_WORDS=record_words,
         BLOCK_W=min(block_w, pow2(max(1, shape.PROXY_RECORDS) * record_words)),

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+# The most bytes that pass an emulated NIC at once, see `port`: flows take turns as often as that.
+SLOT_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -36,6 +39,7 @@ class Shape:
     CHUNKS: int  # the most arrived words per sending node
     CHUNKS_P: int
     REMOTE: bool  # some PEs are not mapped here: NVSHMEM reaches them
+    EMULATED: bool  # puts pass emulated NICs, see `port`
 
     def num_chunks(self, num_records: int) -> int:
         """Return the chunks of a round of records: what `wire.chunks_of` says in a kernel."""

@@ -26,6 +26,7 @@ from triton.language import core  # noqa: F401  (see lang.jit)
 from . import nvshmem as nvshmem
 from .lang import cdiv, clamp, clock_ns, helper, i64, iota, jit, relax, tile_max, tile_min
 from .nvshmem import libraries, put_signal, settle, signal_pe
+from .port import SLOT_WORDS, egress_port, ingress_port, slot_ns, take, wait_until
 from .shape import Shape, pow2
 
 # The state of a PE: int64 (STATE_WORDS,) in its own memory.
@@ -44,7 +45,7 @@ CLOCK_NS = tl.constexpr(11)  # the latest time that a waiting program has seen
 ROWS = tl.constexpr(12)  # that this PE receives in the running dispatch
 DONE = tl.constexpr(13)  # programs of a launch that have ended, see `is_last`
 BAD_IDS = tl.constexpr(14)  # 1 if a token of the running dispatch names no expert
-STATE_WORDS = 15
+STATE_WORDS = 17  # the last two are those of `port`
 MAX_NOTES = tl.constexpr(1 << 15)
 GAVE = tl.constexpr(100)  # what a note says beside the words: a grant given, to a node
 
@@ -409,7 +410,10 @@ def put_chunk(
     RECORD_WORDS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Put chunk c of n records to the PE with this one's local index at node d, then its word."""
+    """Put chunk c of n records to the PE with this one's local index at node d, then its word.
+
+    Through emulated NICs the caller sets the word, once the chunk has passed.
+    """
     ingress: int = d * S.G + me % S.G
     chunks: int = chunks_of(n, S)
     start: int = n * c // chunks * RECORD_WORDS
@@ -423,7 +427,8 @@ def put_chunk(
             offs_w = w + iota(BLOCK_W)
             words = tl.load(src + offs_w, mask=offs_w < num_words, other=0)
             tl.store(dst + offs_w, words, mask=offs_w < num_words)
-        signal(heap_i64(bases_ptr, ingress, word_off), value, None)
+        if not S.EMULATED:
+            signal(heap_i64(bases_ptr, ingress, word_off), value, None)
     elif S.REMOTE:
         put_signal(
             own_address(bases_ptr, me, dst_off + start * 4),
@@ -431,6 +436,74 @@ def put_chunk(
             *(num_words * 4, own_address(bases_ptr, me, word_off), value, ingress),
         )
     tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
+
+
+@helper
+def _arrive(word_ptr, chunk, value, passed_ns):
+    """Wait until a slot has passed; if a chunk (0 or more) ends with it, set the chunk's word."""
+    wait_until(passed_ns)
+    if chunk >= 0:
+        signal(word_ptr + chunk, value, None)
+
+
+@helper
+def _put_through_nics(
+    bases_ptr,
+    state_ptr,
+    put_words_ptr,
+    src_ptr,
+    dst_ptr,
+    word_ptr,
+    port_off,
+    me,
+    d,
+    n,
+    value,
+    S: tl.constexpr,
+    RECORD_WORDS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Put this program's chunks of n records in slots, with up to four of them under way."""
+    out_ptr = egress_port(bases_ptr, state_ptr, port_off, me, S)
+    in_ptr = ingress_port(bases_ptr, state_ptr, port_off, d * S.G + me % S.G, S)
+    # When slots have passed and which chunk, if any, ends with each: a is the oldest.
+    ns_a: int = i64(0)
+    ns_b: int = i64(0)
+    ns_c: int = i64(0)
+    ns_d: int = i64(0)
+    chunk_a: int = i64(-1)
+    chunk_b: int = i64(-1)
+    chunk_c: int = i64(-1)
+    chunk_d: int = i64(-1)
+    chunks: int = chunks_of(n, S)
+    for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
+        start: int = n * c // chunks * RECORD_WORDS
+        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4  # see put
+        src = tl.multiple_of(src_ptr + start, 16)
+        dst = tl.multiple_of(dst_ptr + start, 16)
+        for first in range(0, num_words, SLOT_WORDS):
+            _arrive(word_ptr, chunk_a, value, ns_a)
+            end: int = clamp(first + SLOT_WORDS, 0, num_words)
+            num_ns: int = slot_ns(state_ptr, (end - first) * 4)
+            began: int = take(out_ptr, clock_ns(), num_ns)
+            for w in range(first, end, BLOCK_W):
+                offs_w = w + iota(BLOCK_W)
+                words = tl.load(src + offs_w, mask=offs_w < end, other=0)
+                tl.store(dst + offs_w, words, mask=offs_w < end)
+            wait_until(began)
+            ns_a: int = ns_b + 0
+            ns_b: int = ns_c + 0
+            ns_c: int = ns_d + 0
+            ns_d: int = take(in_ptr, began, num_ns) + num_ns
+            chunk_a: int = chunk_b + 0
+            chunk_b: int = chunk_c + 0
+            chunk_c: int = chunk_d + 0
+            chunk_d: int = (c + 1) * i64(end == num_words) - 1
+        tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
+    _arrive(word_ptr, chunk_a, value, ns_a)
+    _arrive(word_ptr, chunk_b, value, ns_b)
+    _arrive(word_ptr, chunk_c, value, ns_c)
+    _arrive(word_ptr, chunk_d, value, ns_d)
 
 
 @jit
@@ -453,6 +526,7 @@ def _put_kernel(
     wait_packed,
     wait_grant,
     tell_taken,
+    port_off,
     S: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
@@ -480,6 +554,17 @@ def _put_kernel(
         )
 
     buffer_off: int = peer * (ROUND_RECORDS * RECORD_WORDS * 4)
+    if S.EMULATED:
+        word_off: int = arrived_off + node * (S.CHUNKS * 8)
+        ingress: int = d * S.G + local
+        _put_through_nics(
+            *(bases_ptr, state_ptr, put_words_ptr),
+            heap_i32(bases_ptr, me, send_off + buffer_off),
+            heap_i32(bases_ptr, ingress, recv_off + buffer_off),
+            heap_i64(bases_ptr, ingress, word_off),
+            *(i64(port_off), me, d, n, value, S, RECORD_WORDS, BLOCK_W),
+        )
+        n: int = n * 0  # nothing is left
     chunks: int = chunks_of(n, S)
     for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
         put_chunk(
@@ -511,6 +596,7 @@ def put(
     wait_packed: bool,
     wait_grant: bool,
     tell_taken: bool,
+    port_off: int = 0,
     shape: Shape,
     programs: int,
     block_w: int,
@@ -532,12 +618,14 @@ def put(
         step: the round's number in its phase, from 1.
         wait_packed: wait for packed(step) of the node; wait_grant: for the rail's grants.
         tell_taken: say taken(step - 1) first.
+        port_off: byte offset of the emulated NICs' ports, if the shape has such.
         programs, block_w, warps: programs a peer, words a tile, warps a program.
     """
     _put_kernel[(programs, num_peers)](
         *(bases, state, put_words, send_load, rail_mates),
         *(me, send_off, recv_off, arrived_off, grant_off, packed_off, taken_off),
         *(wave, first, step, int(wait_packed), int(wait_grant), int(tell_taken)),
+        port_off,
         S=shape,
         RECORD_WORDS=record_words,
         ROUND_RECORDS=round_records,
