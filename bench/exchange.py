@@ -63,14 +63,20 @@ def is_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def start(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run this benchmark in a process a PE, under MPS where they share a GPU; return a code."""
+def start(
+    options: argparse.Namespace, arguments: list[str], symmetric_bytes: int | None = None
+) -> int:
+    """Run a benchmark in a process a PE, under MPS where they share a GPU; return a code.
+
+    Args:
+        symmetric_bytes: of NVSHMEM's heap, of each process; by default what `measure` needs.
+    """
     on_gpu = torch.device(options.device).type == "cuda"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [sys.executable, *torchrun, str(options.pes), "-m", "bench.run", *arguments]
     # Each heap of the process takes its part, and the peer's 3 GiB.
-    size = "6G" if options.pes <= vdev.MAX_PES else "3G"
-    wanted = {**vdev.ENVIRONMENT, "NVSHMEM_SYMMETRIC_SIZE": size} if on_gpu else {}
+    size = symmetric_bytes or ("6G" if options.pes <= vdev.MAX_PES else "3G")
+    wanted = {**vdev.ENVIRONMENT, "NVSHMEM_SYMMETRIC_SIZE": str(size)} if on_gpu else {}
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))
     wanted["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 

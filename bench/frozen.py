@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.run import machine, print_results
+from bench.output import machine, print_results
 from railwave import CostTable, Topology
 from railwave.calibrate import Traffic, described, measure, tokens, traffic
 from railwave.communicator import Communicator

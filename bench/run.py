@@ -4,23 +4,20 @@ python -m bench.run kernels --out results.jsonl
 python -m bench.run schedulers --trace FOLDER
 python -m bench.run multigpu --out results.jsonl
 python -m bench.run exchange --pes 8
+python -m bench.run emulated --slice 1/4 --out results.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import sys
-from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import exchange, kernels, multigpu, routed, schedulers
+from bench import emulated, exchange, kernels, multigpu, routed, schedulers
+from bench.output import machine, print_results
 from railwave._check import check_device
 
 
@@ -56,9 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("exchange", help="dispatch and combine, a process a PE")
     exchange.add_arguments(command)
     _add_out(command)
+    command = commands.add_parser("emulated", help="the paper's experiment, through emulated NICs")
+    emulated.add_arguments(command)
+    _add_out(command)
     options = parser.parse_args(argv)
     device = torch.device("cpu")
-    if options.command in ("kernels", "multigpu", "exchange"):
+    if options.command in ("kernels", "multigpu", "exchange", "emulated"):
         try:
             device = check_device(options.device)
         except ValueError as error:
@@ -74,6 +74,13 @@ def main(argv: list[str] | None = None) -> int:
         if not exchange.is_rank():
             return exchange.start(options, sys.argv[1:] if argv is None else argv)
         results = exchange.measure(options, device)
+    elif options.command == "emulated":
+        if not exchange.is_rank():
+            try:
+                return emulated.start(options, sys.argv[1:] if argv is None else argv)
+            except (OSError, ValueError) as error:
+                parser.error(str(error))
+        results = emulated.measure(options, device)
     else:
         try:
             trace = options.trace and routed.read_trace(options.trace)
@@ -82,15 +89,6 @@ def main(argv: list[str] | None = None) -> int:
         results = schedulers.measure(trace, tuple(options.granted_nodes), options.granted_seeds)
     print_results(results, machine(device), options.out)
     return 0
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    """Say what a result was measured on, and with which versions."""
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    versions = {package: version(package) for package in ("torch", "triton", "numpy")}
-    return {"machine": name, "date": datetime.date.today().isoformat(), **versions}
 
 
 def _add_out(command: argparse.ArgumentParser) -> None:
@@ -134,16 +132,6 @@ def _sizes(options: argparse.Namespace, device: torch.device) -> kernels.Sizes:
         *(tuple(options.plan_nodes), options.nodes, options.gpus, options.tokens),
         *(options.hidden, options.top_k, device, options.repeats, options.samples),
     )
-
-
-def print_results(results: Iterable[dict], about: dict[str, str], out: Path | None) -> None:
-    """Print each result as a JSON line as it comes, with `about`; append it to a file, too."""
-    for result in results:
-        line = json.dumps({**result, **about})
-        print(line, flush=True)
-        if out:
-            with out.open("a") as file:
-                print(line, file=file)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,290 @@
+"""The paper's experiment on one host, through emulated NICs: all methods, a process a PE.
+
+python -m bench.run emulated --out FILE --slice 1/4
+python -m bench.run emulated --out FILE --trace FOLDER --families replay
+python -m bench.run emulated --device cpu --nodes 4 --gpus 1 --tokens 12 --hidden 16 ...
+
+One JSON line a case and method. Rows that are in FILE are not measured again, so a slice that was
+cut short, or reached its time limit, goes on where it stopped. docs/evidence.md has the method.
+
+Families: replay (Ring, Moderate and Extreme over layers of the stand-in and of a recorded trace, at
+half and double rate, and on H20's layout), ultraep, figure 9, shares (Figure 8), packing (Table 6),
+workspace (Table 7), selector (Table 5).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench import emulated_extras as extras
+from bench import exchange, routed
+from bench.emulated_cases import (
+    METHODS,
+    PATHS,
+    SAMPLES,
+    Case,
+    Cluster,
+    Plan,
+    all_cases,
+    cluster,
+    plans,
+)
+from bench.emulated_model import described, network
+from bench.emulated_rank import FAST_NIC_GBS, Rank, Sizes, Times
+from bench.sampling import first, summary
+from railwave.config import COMPILED, Config
+
+FAMILIES = ("replay", "ultraep", "figure 9", *extras.FAMILIES)
+LAYOUTS = ("h800", "h20")
+DATA_PATH_SAMPLES = 3
+LEAST_S = {"selector": 200.0}  # that a family is begun with, if there is a GPU
+ROOM = 256 << 20  # bytes of NVSHMEM's own, a process
+GRAIN = 512 << 20  # bytes that NVSHMEM's heap grows by
+BEGAN = "RAILWAVE_BENCH_BEGAN_S"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Say what can be asked for."""
+    command.add_argument("--nodes", type=int, default=4)
+    command.add_argument("--gpus", type=int, default=8, help="of a node, a process each")
+    command.add_argument("--nic-gbs", type=float, default=3.125, help="1e9 bytes/s, of a GPU's NIC")
+    command.add_argument("--tokens", type=int, default=4096, help="that a node sends in a layer")
+    command.add_argument("--hidden", type=int, default=7168)
+    command.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    command.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    command.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    command.add_argument("--trace", type=Path, default=None, help="recorded trace of 16 ranks")
+    command.add_argument("--samples", type=int, default=None, help="of each; default 20, 100 of 6")
+    command.add_argument("--cases", type=int, default=None, help="most of a family and layout")
+    command.add_argument("--slice", default="1/1", help="i/n: the i-th of n parts of the work")
+    command.add_argument("--time-limit", type=float, default=480.0, help="seconds, from the start")
+    command.add_argument("--device", default="cuda", help="cpu: interpreted, to try the program")
+
+
+def start(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run this benchmark in a process a PE, under MPS on a GPU; return an exit code.
+
+    Raises:
+        ValueError, OSError: no such slice, or no such trace.
+    """
+    options.pes = options.nodes * options.gpus
+    cases = _left(options, keys_in(options.out))
+    if not cases:
+        print(f"{options.out} has every row of slice {options.slice}", file=sys.stderr)
+        return 0
+    os.environ[BEGAN] = repr(time.time())
+    return exchange.start(options, arguments, symmetric_bytes=symmetric_bytes(options, cases))
+
+
+def symmetric_bytes(options: argparse.Namespace, cases: list[Case]) -> int:
+    """Return what each process needs of NVSHMEM's heap for some cases."""
+    here = {(case.about["layout"], case.about["family"] == "selector") for case in cases}
+    sizes = ROOM
+    for on in clusters(options).values():
+        if any(layout == on.layout for layout, _ in here):
+            sizes += _config(on, _sizes(options).declared(on.topo)).layout.size
+        if (on.layout, True) in here:
+            _, declared = extras.selector_sizes(options.tokens, _sizes(options), on)
+            sizes += _config(on, declared).layout.size
+    return -(-sizes // GRAIN) * GRAIN
+
+
+def clusters(options: argparse.Namespace) -> dict[str, Cluster]:
+    """Return the layouts that are asked for."""
+    sizes = options.nodes, options.gpus, options.nic_gbs
+    return {layout: cluster(layout, *sizes) for layout in options.layouts}
+
+
+def _config(on: Cluster, declared: dict[str, Any]) -> Config:
+    return Config(on.topo, dtype=torch.bfloat16, nic_gbs=1.0, tiles=COMPILED, **declared)
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(options.tokens, options.hidden)
+
+
+def work(options: argparse.Namespace) -> list[Case]:
+    """List the cases of the slice that is asked for, those of a layout one after another.
+
+    Raises:
+        ValueError: no such slice.
+    """
+    trace = options.trace and routed.layer_loads(routed.read_trace(options.trace))
+    on = clusters(options)
+    listed = {**on, "h800": cluster("h800", options.nodes, options.gpus, options.nic_gbs)}
+    cases = all_cases(listed, options.tokens, options.samples, trace)
+    cases += extras.cases(listed, options.tokens, options.samples or SAMPLES)
+    counts: dict[tuple[str, str], int] = {}
+    kept = []
+    for case in cases:
+        family, layout = case.about["family"], case.about["layout"]
+        counts[family, layout] = counts.get((family, layout), 0) + 1
+        asked = family in options.families and layout in on
+        if asked and counts[family, layout] <= (options.cases or len(cases)):
+            kept.append(case)
+    kept.sort(key=lambda case: LAYOUTS.index(case.about["layout"]))
+    return _sliced(kept, options.slice)
+
+
+def _sliced(cases: list[Case], part: str) -> list[Case]:
+    """Return the i-th of n runs of cases that take about as long: samples times payload / rate."""
+    try:
+        i, n = map(int, part.split("/"))
+    except ValueError:
+        i = n = 0
+    if not 1 <= i <= n:
+        raise ValueError(f"--slice must be i/n with 1 <= i <= n, got {part!r}")
+    cost, ends = 0.0, []
+    for case in cases:
+        between = case.replay.demand.between_nodes
+        cost += (case.samples + 20) * (1 + float(between.sum()) / case.rate)
+        ends.append(cost)
+    return [c for c, end in zip(cases, ends, strict=True) if (i - 1) < end / cost * n <= i]
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield rows at rank 0; run as the others do at the others. Under torchrun."""
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    until = float(os.environ.get(BEGAN, time.time())) + options.time_limit
+    done = first(keys_in(options.out))
+    cases = _left(options, done)
+    for layout, on in clusters(options).items():
+        here = [case for case in cases if case.about["layout"] == layout]
+        if here and first(time.time() < until):
+            for row in _on_cluster(options, on, here, device, until):
+                if dist.get_rank() == 0 and row_key(row) not in done:
+                    yield {"bench": "emulated", **row}
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def keys_in(file: Path | None) -> set[str]:
+    """Return the keys of the rows that a file of JSON lines holds; none if there is no file."""
+    if file is None or not file.exists():
+        return set()
+    return {row_key(json.loads(line)) for line in file.read_text().splitlines() if line.strip()}
+
+
+def row_key(row: dict[str, Any]) -> str:
+    """Name a row: its case and method."""
+    return f"{row.get('case_key')} | {row.get('method')}"
+
+
+def _left(options: argparse.Namespace, done: set[str]) -> list[Case]:
+    """List the cases of the slice that lack a row."""
+
+    def is_done(case: Case) -> bool:
+        methods = extras.methods(case, options.methods)
+        return all(row_key({"case_key": case.key, "method": one}) in done for one in methods)
+
+    return [case for case in work(options) if not is_done(case)]
+
+
+def _on_cluster(
+    options: argparse.Namespace,
+    on: Cluster,
+    cases: list[Case],
+    device: torch.device,
+    until: float,
+) -> Iterator[dict[str, Any]]:
+    """Make a world of one layout; yield the rows of its cases while there is time."""
+    most = dict.fromkeys(PATHS, 1)
+    made = {}
+    for case in cases:
+        wanted = plans(case) if extras.needs_plans(case) else []
+        made[case.key] = [p for p in wanted if p.method in options.methods]
+        for plan in made[case.key]:
+            most[plan.path] = max(most[plan.path], len(plan.calls))
+    rank, empty, slowest_s = Rank(on, _sizes(options), device, most), {}, 0.0
+    try:
+        empty = empty_calls(rank, min(SAMPLES, options.samples or SAMPLES))
+        for number, case in enumerate(cases):
+            began = time.time()
+            needs_s = LEAST_S.get(case.about["family"], 0.0) if rank.on_gpu else 0.0
+            if first(began + max(needs_s, slowest_s) > until):
+                left = f"{len(cases) - number} cases of {on.layout} are left; run this slice again"
+                if rank.rank == 0:
+                    print(f"--time-limit {options.time_limit:g}: {left}", file=sys.stderr)
+                return
+            yield from _rows(options, rank, case, made[case.key], empty)
+            slowest_s = max(slowest_s, time.time() - began)
+    finally:
+        if sys.exc_info()[0] is None:
+            rank.close()
+
+
+def empty_calls(rank: Rank, samples: int) -> dict[str, float]:
+    """Measure a call of each path in which nobody sends anything; medians, in microseconds."""
+    nothing = torch.zeros(rank.on.topo.num_ranks, rank.on.topo.num_ranks, dtype=torch.int64).numpy()
+    empties = [Plan(path, path, (nothing,), None) for path in PATHS]
+    times = rank.sample(empties, samples, rank.on.nic_gbs)
+    return {
+        plan.path: summary(of.whole_us)["median_us"]
+        for plan, of in zip(empties, times, strict=True)
+    }
+
+
+def _rows(
+    options: argparse.Namespace,
+    rank: Rank,
+    case: Case,
+    made: list[Plan],
+    empty: dict[str, float],
+) -> Iterator[dict[str, Any]]:
+    """Measure a case; yield a row a method."""
+    if case.about["family"] in extras.FAMILIES:
+        yield from extras.rows(options, rank, case, empty)
+        return
+    rate = rank.on.nic_gbs * case.rate
+    alone = network(case, made, rate, *rank.sizes.wire_bytes(rank.on.topo))
+    same = {p.method: next(q.method for q in made if q.equals(p)) for p in made}
+    distinct = [plan for plan in made if same[plan.method] == plan.method]
+    times = dict(
+        zip((p.method for p in distinct), rank.sample(distinct, case.samples, rate), strict=True)
+    )
+    few = min(case.samples, DATA_PATH_SAMPLES)
+    bare = rank.sample(distinct, few, FAST_NIC_GBS, warm_ups=min(1, rank.warm_ups))
+    data_path = dict(zip((p.method for p in distinct), bare, strict=True))
+    about = {"case_key": case.key, **case.about, **described(case)}
+    about |= {"nic_gbs": rate, "bound_us": round(alone.bound_us, 2)}
+    about |= {"pes": rank.on.topo.num_ranks, "hidden": rank.sizes.hidden}
+    for plan in made:
+        of = same[plan.method]
+        row = {**about, "method": plan.method, "path": plan.path, "calls": len(plan.calls)}
+        if of != plan.method:
+            row["same_as"] = of  # the very same calls, measured once
+        network_us = alone.by_method[plan.method]
+        yield {
+            **row,
+            **_measured(times[of], case.samples),
+            "network_model_us": round(network_us, 2),
+            "empty_us": empty[plan.path],
+            "predicted_us": round(network_us + len(plan.calls) * empty[plan.path], 2),
+            "data_path_us": summary(data_path[of].whole_us)["median_us"],
+            "paper_ms": case.paper_ms.get(plan.method),
+        }
+
+
+def _measured(times: Times, samples: int) -> dict[str, Any]:
+    """Summarise both forms; P99 only of 100 samples."""
+    found = {}
+    for form, of in (("whole", times.whole_us), ("network", times.network_us)):
+        cuts = summary(of)
+        found[form] = {name: cuts[name] for name in ("median_us", "min_us", "p95_us")}
+        if samples >= 100:
+            found[form]["p99_us"] = cuts["p99_us"]
+    return {**found, "samples": samples}

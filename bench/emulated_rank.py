@@ -1,0 +1,296 @@
+"""One rank of a cluster with emulated NICs: its calls, and how all ranks time them together.
+
+On a GPU each (path, number in a sequence) is one CUDA graph of a dispatch and its combine, with
+static shapes and rows as a view, captured once: what a case sends is written into the tensor that
+the graph reads. On a CPU the same calls run one by one, interpreted.
+
+Letters: W ranks, T tokens a rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import railwave
+from bench.emulated_cases import PATHS, Cluster, Plan
+from bench.sampling import barrier, gather
+from railwave.config import Round
+from railwave.kernels.shape import make_format, padded
+from railwave.stats import Put, Stats
+
+STATIC = {"static_shapes": True, "out": "view"}
+FAST_NIC_GBS = 1e6  # so fast that a slot takes a nanosecond: what is left is the data path's own
+WARM_UPS = 5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a world is made for."""
+
+    tokens: int  # T, also the most rows a rank may receive
+    hidden: int
+    deadline_s: float = 120.0
+
+    def declared(self, topo: railwave.Topology) -> dict[str, Any]:
+        """Return the arguments of a `Communicator`: an expert a rank, top-1, bfloat16."""
+        return {
+            **{"num_experts": topo.num_ranks, "top_k": 1, "hidden": self.hidden},
+            **{"max_tokens_per_rank": self.tokens, "max_recv_rows": self.tokens},
+            "paths": PATHS,
+        }
+
+    def wire_bytes(self, topo: railwave.Topology) -> tuple[int, int]:
+        """Return the bytes of a record of dispatch and of a sum of combine."""
+        there = make_format(2 * self.hidden, 1, topo.gpus_per_node).RECORD_WORDS * 4
+        return there, padded(-(-2 * self.hidden // 4)) * 4
+
+
+@dataclass(frozen=True)
+class Times:
+    """Hold one method's samples, of the slowest rank, in microseconds."""
+
+    whole_us: list[float]  # from the first call to the last result
+    # First put to last arrival of each dispatch and each combine, added up: what lies between, pack
+    # and unpack of later rounds, is in it; planning, first pack, copies and final sums are not.
+    network_us: list[float]
+
+
+class Stamps:
+    """Launch a stamp of the clock before a phase's first put and after its last round's arrival."""
+
+    def __init__(self, exchange: Any) -> None:
+        self._exchange, self._put, self._saw = exchange, exchange.put, exchange.saw_arrival
+        self._phase = 0
+        self.into: torch.Tensor | None = None  # (2 phases, 2 ends, 2) int64, of which [..., 0]
+        exchange.put, exchange.saw_arrival = self._stamped_put, self._stamped_arrival
+
+    def new(self) -> torch.Tensor:
+        """Return a place for the stamps of one call."""
+        place = torch.zeros(2, 2, 2, dtype=torch.int64, device=self._exchange.device)
+        self._exchange.kernels.wire.stamp(place[0, 0, :1])  # loads it while nobody waits
+        return place
+
+    def _stamp(self, end: int) -> None:
+        if self.into is not None:
+            self._exchange.kernels.wire.stamp(self.into[self._phase, end, :1])
+
+    def _stamped_put(self, load: torch.Tensor, this: Round, **how: Any) -> None:
+        self._phase = 0 if how["wait_packed"] else 1  # combine has nothing packed
+        if this.step == 1:
+            self._stamp(0)
+        self._put(load, this, **how)
+
+    def _stamped_arrival(self, load: torch.Tensor, this: Round) -> None:
+        self._saw(load, this)
+        if this.step == len(self._exchange.config.rounds(self._exchange.path)):
+            self._stamp(1)
+
+
+class Rank:
+    """This rank's communicator, its prepared calls and its stamps. Collective throughout."""
+
+    def __init__(
+        self, on: Cluster, sizes: Sizes, device: torch.device, most_calls: dict[str, int]
+    ) -> None:
+        self.on, self.sizes, self.device = on, sizes, device
+        self.on_gpu, self.rank = device.type == "cuda", dist.get_rank()
+        self.warm_ups = WARM_UPS if self.on_gpu else 0  # interpreted times are no matter
+        self.rw = railwave.Communicator(
+            on.topo,
+            **sizes.declared(on.topo),
+            nic_gbs=on.nic_gbs,
+            device=device,
+            deadline_s=sizes.deadline_s,
+        )
+        self.exchange = self.rw._exchange
+        self.stamps = Stamps(self.exchange)
+        draw = torch.Generator().manual_seed(self.rank)
+        self.x = torch.randn(sizes.tokens, sizes.hidden, generator=draw).bfloat16().to(device)
+        self.weights = torch.ones(sizes.tokens, 1, device=device)
+        most = max(most_calls.values())
+        self.topk = torch.full((most, sizes.tokens, 1), -1, device=device)
+        self.stamped = {
+            (path, i): self.stamps.new() for path, n in most_calls.items() for i in range(n)
+        }
+        self._check()
+        self._pool = None
+        self.run = {call: self._prepared(*call) for call in self.stamped}
+        self._pipelined = self.exchange.beside
+
+    def _check(self) -> None:
+        """Check on every path that each token comes back as it went: to the rank after this."""
+        self.stamps.into = self.stamps.new()
+        ids = torch.full_like(self.topk[0], (self.rank + 1) % self.on.topo.num_ranks)
+        ids[self.sizes.tokens // 2 :] = -1
+        want = self.x * (ids >= 0)
+        for path in PATHS:
+            barrier(self.device)  # what is used between calls is loaded by now, see bench.mps
+            _, y = self._call(ids, path)
+            barrier(self.device)
+            bad = [rank for rank, ok in enumerate(gather(torch.equal(y, want))) if not ok]
+            if bad:
+                raise RuntimeError(f"{path}: combine gave wrong sums at ranks {bad}")
+        self.stamps.into = None
+
+    def _call(self, ids: torch.Tensor, path: str) -> tuple[Any, torch.Tensor]:
+        how = STATIC if self.on_gpu else {}
+        received = self.rw.dispatch(self.x, ids, self.weights, path=path, **how)
+        return received, self.rw.combine(received.x, received.handle)
+
+    def _prepared(self, path: str, number: int, *, pipelined: bool = True) -> Callable[[], Any]:
+        """Return what runs a dispatch and a combine of `topk[number]`, with stamps."""
+
+        def run() -> None:
+            self.stamps.into = self.stamped[path, number]
+            self._call(self.topk[number], path)
+            self.stamps.into = None
+
+        if not self.on_gpu:
+            return run
+        if not pipelined:
+            self.exchange.beside = None  # as pipeline=False
+        try:
+            barrier(self.device)
+            run()
+            barrier(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        finally:
+            if not pipelined:
+                self.exchange.beside = self._pipelined
+        self._pool = graph.pool()  # calls follow one another: one's memory does for all
+        return graph.replay
+
+    def sequential(self, path: str) -> Callable[[], Any]:
+        """Return what runs the first call of a path without packing beside a put."""
+        return self._prepared(path, 0, pipelined=False)
+
+    def tokens(self, call: np.ndarray) -> torch.Tensor:
+        """Return (T, 1) expert ids, here ranks, of what this rank sends; -1 for the rest."""
+        row = torch.from_numpy(call[self.rank].copy())
+        ids = torch.arange(len(row)).repeat_interleave(row)
+        if len(ids) > self.sizes.tokens or int(call.sum(axis=0).max()) > self.sizes.tokens:
+            raise ValueError(f"--records must be at least {max(len(ids), int(call.sum(0).max()))}")
+        rest = torch.full((self.sizes.tokens - len(ids),), -1)
+        return torch.cat([ids, rest]).view(-1, 1).to(self.device)
+
+    def sample(
+        self,
+        plans: list[Plan],
+        samples: int,
+        rate: float,
+        *,
+        warm_ups: int | None = None,
+        run: dict[str, Callable[[], Any]] | None = None,
+    ) -> list[Times]:
+        """Run the plans in turns, through NICs of a rate in GB/s; return all samples.
+
+        Args:
+            run: by method, what runs its first call in place of the prepared one.
+        """
+        self.exchange.set_nic_gbs(rate)
+        routed = [[self.tokens(call) for call in plan.calls] for plan in plans]
+        whole: list[list[float]] = [[] for _ in plans]
+        ends: list[list[Any]] = [[] for _ in plans]
+        nothing = torch.full_like(self.topk[0], -1)
+        warm_ups = self.warm_ups if warm_ups is None else warm_ups
+        for turn in range(warm_ups + samples):
+            for k in range(len(plans)):
+                i = (turn + k) % len(plans)
+                us, stamps = self._once(
+                    plans[i], routed[i], nothing, (run or {}).get(plans[i].method)
+                )
+                if turn >= warm_ups:
+                    whole[i].append(us)
+                    ends[i].append(stamps)
+        self.rw.check()
+        by_rank = gather((whole, ends))
+        return [
+            Times(
+                [max(us) for us in zip(*(of[0][i] for of in by_rank), strict=True)],
+                _network_us([of[1][i] for of in by_rank]),
+            )
+            for i in range(len(plans))
+        ]
+
+    def _once(
+        self, plan: Plan, routed: list[torch.Tensor], nothing: torch.Tensor, first: Any
+    ) -> tuple[float, list]:
+        """Run a plan's calls once; on a GPU after an empty call, whose end lines the ranks up."""
+        runs = [self.run[plan.path, i] for i in range(len(routed))]
+        if first:
+            runs[0] = first
+        self.topk[0].copy_(nothing)
+        barrier(self.device)
+        if self.on_gpu:
+            self.run[plan.path, 0]()
+        for i, ids in enumerate(routed):
+            self.topk[i].copy_(ids)
+        began = self._mark()
+        for run in runs:
+            run()
+        us = self._since_us(began)
+        stamped = [self.stamped[plan.path, i].tolist() for i in range(len(routed))]
+        return us, [[[end[0] for end in phase] for phase in call] for call in stamped]
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since_us(self, began: Any) -> float:
+        if not self.on_gpu:
+            return (time.perf_counter() - began) * 1e6
+        ended = self._mark()
+        ended.synchronize()
+        return began.elapsed_time(ended) * 1e3
+
+    def shares(self, plan: Plan) -> dict[str, list[float]]:
+        """Run a plan's calls once; return each NIC position's part of what was put and received."""
+        rows: list[Put] = []
+        for i, call in enumerate(plan.calls):
+            self.topk[i].copy_(self.tokens(call))
+            barrier(self.device)
+            received, _ = self._call(self.topk[i], plan.path)
+            rows += received.handle.stats().rows
+        everybody = Stats.total(gather(Stats(tuple(rows))))
+        # A record arrives on the rail that it left by: receiving is what combine puts back.
+        return {
+            way: list(everybody.rail_share(phase=phase).values())
+            for way, phase in (("transmit", "dispatch"), ("receive", "combine"))
+        }
+
+    def close(self) -> None:
+        """Give up graphs and communicator."""
+        barrier(self.device)
+        self.run.clear()
+        self.rw.close()
+        gc.collect()  # the stamps hold the exchange that holds them
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _network_us(by_rank: Iterable[Any]) -> list[float]:
+    """Add up, sample by sample, the phases of all calls: first put of any rank to last arrival.
+
+    Args:
+        by_rank: (ranks, samples, calls, 2 phases, 2 ends) nanoseconds.
+
+    Example: a call of two ranks; dispatch from 1,000 to 4,000, combine from 6,000 to 7,000 ns
+        >>> one, other = [[1000, 3000], [6500, 7000]], [[2000, 4000], [6000, 6900]]
+        >>> _network_us([[[one]], [[other]]])
+        [4.0]
+    """
+    ns = np.array(by_rank)
+    return ((ns[..., 1].max(axis=0) - ns[..., 0].min(axis=0)).sum(axis=(1, 2)) / 1e3).tolist()

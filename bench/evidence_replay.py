@@ -1,0 +1,205 @@
+"""Tables of the replay and of the simulator: see `evidence`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.emulated_cases import PATHS
+
+Row = dict[str, Any]
+NEAR = 0.15  # of what was measured: how far the simulator may be off
+PAPER_RANGE = {"h800": "2.02-5.84", "h20": "1.74-4.36"}  # joint over native, P50, three patterns
+PAPER_OVER_BETTER = {"moderate": 1.44, "extreme": 1.97}  # joint over the better single mechanism
+WAVE_CALLS = "joint, a call a wave"
+REPLAY = ("layout", "routing", "rate", "pattern")
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+    """Return a markdown table.
+
+    Example:
+        >>> table(["a", "b"], [[1, 2.5]])
+        ['| a | b |', '|---|---|', '| 1 | 2.5 |']
+    """
+    rows = [head, ["---"] * len(head), *body]
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return [lines[0], lines[1].replace(" ", ""), *lines[2:]]
+
+
+def of_family(rows: list[Row], family: str) -> list[Row]:
+    """Keep the rows of a family."""
+    return [row for row in rows if row["family"] == family]
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple, list[Row]]:
+    """Group rows by some of their values, in the order in which they come."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return groups
+
+
+def by_method(rows: Iterable[Row]) -> dict[str, dict[Any, Row]]:
+    """Return {method: {layer: row}}, of the layers that all methods have."""
+    found: dict[str, dict[Any, Row]] = {}
+    for row in rows:
+        found.setdefault(row["method"], {})[row.get("layer")] = row
+    common = set.intersection(*map(set, found.values())) if found else set()
+    return {m: {k: v for k, v in of.items() if k in common} for m, of in found.items()}
+
+
+def quantile_sum_ms(of: dict[Any, Row], form: str, quantile: str) -> float:
+    """Add up a quantile over layers, in ms; NaN where a layer lacks it."""
+    return sum(row[form].get(f"{quantile}_us", math.nan) for row in of.values()) / 1e3
+
+
+def spread(values: Sequence[float]) -> str:
+    """Say a median with its range.
+
+    Example:
+        >>> spread([1.0, 2.0, 4.0])
+        '2.00 (1.00-4.00)'
+    """
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def ratios(methods: dict[str, dict[Any, Row]], over: str, of: str, form: str) -> list[float]:
+    """Return, layer by layer, how many times as long `over` takes as `of` at P50."""
+    return [
+        row[form]["median_us"] / methods[of][layer][form]["median_us"]
+        for layer, row in methods[over].items()
+    ]
+
+
+def replay_tables(rows: list[Row]) -> Iterable[str]:
+    """Tell joint over native, both forms, as many calls on both sides and one call beside it."""
+    body, quantiles = [], []
+    for key, group in grouped(of_family(rows, "replay"), *REPLAY).items():
+        methods = by_method(group)
+        if {"native", "joint"} <= methods.keys():
+            body.append([*key, len(methods["joint"]), *_joint_over_native(methods)])
+            body[-1].append(PAPER_RANGE[key[0]])
+        many = by_method(row for row in group if row["samples"] >= 100)
+        # P99 is of layers with 100 samples: those by themselves, too.
+        for of in (methods, many) if many and many != methods else (methods,):
+            quantiles += [[*key, *_sums(method, layers)] for method, layers in of.items()]
+    if not quantiles:
+        return
+    yield "### Joint over native at P50: by layer, median (least-most)"
+    yield ""
+    head = [*REPLAY, "layers", "a call a wave, network", "of sums", "a call a wave, whole"]
+    head += ["of sums", "one call, network", "of sums", "one call, whole", "of sums"]
+    head += ["one call / T*", "paper, of sums"]
+    yield from table(head, body)
+    yield ""
+    yield "### Sums over layers of each layer's quantile, ms"
+    yield ""
+    head = [*REPLAY, "method", "layers"]
+    head += [f"{form} {q}" for form in ("network", "whole") for q in ("P50", "P95", "P99")]
+    yield from table(head, quantiles)
+
+
+def _joint_over_native(methods: dict[str, dict[Any, Row]]) -> list[str]:
+    waves = WAVE_CALLS if WAVE_CALLS in methods else "joint"
+    columns = []
+    for method in (waves, "joint"):
+        for form in ("network", "whole"):
+            native, other = (
+                quantile_sum_ms(methods[name], form, "median") for name in ("native", method)
+            )
+            by_layer = ratios(methods, "native", method, form)
+            columns += [spread(by_layer), f"{native / other:.2f}"]
+    bound = [row["whole"]["median_us"] / row["bound_us"] for row in methods["joint"].values()]
+    return [*columns, spread(bound)]
+
+
+def _sums(method: str, layers: dict[Any, Row]) -> list[Any]:
+    sums = [
+        quantile_sum_ms(layers, form, quantile)
+        for form in ("network", "whole")
+        for quantile in ("median", "p95", "p99")
+    ]
+    return [method, len(layers), *("" if math.isnan(ms) else f"{ms:.1f}" for ms in sums)]
+
+
+def ablation(rows: list[Row]) -> Iterable[str]:
+    """Tell where the gain comes from (Figure 7): each mechanism alone, and both."""
+    body = []
+    for key, group in grouped(of_family(rows, "replay"), *REPLAY).items():
+        methods = by_method(group)
+        if set(PATHS) <= methods.keys():
+            sums = {m: quantile_sum_ms(methods[m], "whole", "median") for m in PATHS}
+            better = min(sums["rail"], sums["permutation"])
+            speedups = [f"{sums['native'] / sums[m]:.2f}" for m in PATHS[1:]]
+            paper = PAPER_OVER_BETTER.get(key[3], "") if key[0] == "h800" else ""
+            body.append([*key, *speedups, f"{better / sums['joint']:.2f}", paper])
+    if body:
+        yield "### Where the gain comes from (Figure 7): over native, sums of P50, whole calls"
+        yield ""
+        head = [*REPLAY, "rail", "permutation", "joint"]
+        yield from table([*head, "joint over the better one", "paper"], body)
+
+
+def not_best(rows: list[Row]) -> Iterable[str]:
+    """List the cases in which joint in one call is not the fastest, whole calls, at P50."""
+    body, cases = [], 0
+    for (key,), group in grouped((r for r in rows if "bound_us" in r), "case_key").items():
+        times = {row["method"]: row["whole"]["median_us"] for row in group}
+        if "joint" in times:
+            cases += 1
+            best = min(times, key=times.__getitem__)
+            if best != "joint":
+                body.append([key, best, f"{times['joint'] / times[best]:.3f}"])
+    if cases:
+        yield f"### Where joint is not the best: {len(body)} of {cases} cases"
+        yield ""
+        yield from table(["case", "fastest", "joint / fastest"], body)
+
+
+def simulator(rows: list[Row]) -> Iterable[str]:
+    """Say how near the simulator is, with the measured empty calls in it, and what else there is.
+
+    A row that is off has a cause where the same calls through NICs that cost nothing, measured
+    beside it, make up for the difference if none, or all, of it overlaps the network's time.
+    """
+    timed = [row for row in rows if "predicted_us" in row and "same_as" not in row]
+    if not timed:
+        return
+    body, far, unexplained = [], 0, []
+    for key, group in grouped(timed, "family", "layout", "rate", "method").items():
+        errors = [row["predicted_us"] / row["whole"]["median_us"] - 1 for row in group]
+        off = [r for r, error in zip(group, errors, strict=True) if abs(error) > NEAR]
+        far += len(off)
+        unexplained += [row for row in off if not has_cause(row)]
+        body.append([*key, len(group), spread(errors), len(off)])
+    near = 1 - far / len(timed)
+    yield f"### The simulator: {near:.1%} of {len(timed)} rows within {NEAR:.0%} (target 90 %)"
+    yield ""
+    yield from table(["family", "layout", "rate", "method", "rows", "error", "off"], body)
+    yield ""
+    yield (
+        f"Of {far} rows that are off, {far - len(unexplained)} lie between the network alone and "
+        "the network followed by the data path (the same calls through NICs that cost nothing)."
+    )
+    for row in unexplained:
+        us = [row["predicted_us"], row["whole"]["median_us"], row["data_path_us"]]
+        numbers = ", ".join(f"{one:.0f}" for one in us)
+        yield f"- not explained: {row['case_key']}, {row['method']}: predicted, measured, data path"
+        yield f"  {numbers} us"
+
+
+def has_cause(row: Row) -> bool:
+    """Say whether the data path's own time explains what the simulator lacks.
+
+    Example: 100 us of network and 60 of data path are 100 at least, 160 at most, each give or take
+        15 %.
+        >>> row = {"network_model_us": 100.0, "data_path_us": 60.0}
+        >>> [has_cause({**row, "whole": {"median_us": us}}) for us in (80.0, 150.0, 190.0)]
+        [False, True, False]
+    """
+    us = row["whole"]["median_us"]
+    most = row["network_model_us"] + row["data_path_us"]
+    return row["network_model_us"] * (1 - NEAR) <= us <= most * (1 + NEAR)

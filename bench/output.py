@@ -1,0 +1,31 @@
+"""Results as JSON lines, each with what it was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Say what a result was measured on, and with which versions."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    versions = {package: version(package) for package in ("torch", "triton", "numpy")}
+    return {"machine": name, "date": datetime.date.today().isoformat(), **versions}
+
+
+def print_results(results: Iterable[dict], about: dict[str, str], out: Path | None) -> None:
+    """Print each result as a JSON line as it comes, with `about`; append it to a file, too."""
+    for result in results:
+        line = json.dumps({**result, **about})
+        print(line, flush=True)
+        if out:
+            with out.open("a") as file:
+                print(line, file=file)
