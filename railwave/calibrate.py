@@ -1,4 +1,4 @@
-"""Measure the four paths at points of traffic, and make a cost table of what was found.
+"""Measure the paths at points of traffic, and make a cost table of what was found.
 
 Every rank of a `Communicator` calls `calibrate`. A point is routing with a chosen payload, source
 rails even or all on one, receivers even or all one node; its descriptors are those of the routing
@@ -161,7 +161,7 @@ def calibrate(
     Collective: all ranks call it, with equal arguments but `save` and `progress`.
 
     Args:
-        rw: every rank's, with all four paths.
+        rw: every rank's, with all paths.
         table: what was measured so far; an empty one to begin.
         payloads_mib: B of the points, in MiB.
         samples: of each path at each point, after five warm-ups.

@@ -44,7 +44,8 @@ def judge(
         relocated: whether rail and joint move records to other rails here. If not, rail and
             permutation only repeat native and joint, and get no anchor.
         one_wave: there are two nodes, so that waves change nothing: permutation repeats native, and
-            rail joint; all four are the same where nothing is relocated.
+            rail joint; these four are the same where nothing is relocated, and granted is little
+            else: it gets no anchor.
 
     Raises:
         ValueError: joint is missing, or a path has too few times or one that is not above 0.

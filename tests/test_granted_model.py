@@ -21,13 +21,13 @@ NOBODY = -1
 class State(NamedTuple):
     """Hold the words, what their readers have read of them, and what each node remembers."""
 
-    # Words: of d at s, chunks granted; of s at d, twice the chunks arrived, 1 less once the last
+    # Words: of d at s, chunks granted; of s at d, twice the chunks landed, 1 less once the last
     # one is near its end; of s at d, twice the grants handed back, 1 less until s opens again.
     grant: tuple[int, ...]
-    arrived: tuple[int, ...]
+    landed: tuple[int, ...]
     back: tuple[int, ...]
     grant_read: tuple[int, ...]
-    arrived_read: tuple[int, ...]
+    landed_read: tuple[int, ...]
     back_read: tuple[int, ...]
     # Senders: chunks begun by pair; by s the receiver of the chunk under way, of the grant held.
     begun: tuple[int, ...]
@@ -75,7 +75,7 @@ class Model:
     def out(self, state: State, p: int) -> int:
         """Count the grants of a pair that are neither used up nor handed back."""
         handed_back = (state.back_read[p] + 1) // 2
-        return state.grant[p] - state.arrived_read[p] // 2 - handed_back
+        return state.grant[p] - state.landed_read[p] // 2 - handed_back
 
     def left(self, state: State, p: int) -> int:
         """Count the chunks that are not granted, or were and the grant came back."""
@@ -84,7 +84,7 @@ class Model:
     def may_give(self, state: State, d: int) -> bool:
         counted = [p for p in self.into[d] if not state.aside[p]]
         out = sum(self.out(state, p) for p in counted)
-        near = sum(state.arrived_read[p] % 2 for p in counted)
+        near = sum(state.landed_read[p] % 2 for p in counted)
         return out < (self.outstanding if near >= out else 1)
 
     def choice(self, state: State, d: int) -> int | None:
@@ -102,7 +102,7 @@ class Model:
     def is_taking(self, state: State, s: int) -> bool:
         """Take a grant while idle; with two outstanding, one more while a chunk ends."""
         d = state.serving[s]
-        near = d != NOBODY and state.arrived[s * self.N + d] % 2 == 1
+        near = d != NOBODY and state.landed[s * self.N + d] % 2 == 1
         return d == NOBODY or (near and state.held[s] == NOBODY)
 
     def begin(self, state: State, s: int, d: int) -> State:
@@ -133,9 +133,9 @@ class Model:
     def receiver_steps(self, state: State, d: int) -> Iterator[State]:
         for p in self.into[d]:
             here = put(state.aside, p, False)  # a word from s: it is there
-            if state.arrived_read[p] < state.arrived[p]:
-                read = put(state.arrived_read, p, state.arrived[p])
-                yield state._replace(arrived_read=read, aside=here)
+            if state.landed_read[p] < state.landed[p]:
+                read = put(state.landed_read, p, state.landed[p])
+                yield state._replace(landed_read=read, aside=here)
             if state.back_read[p] < state.back[p]:
                 yield state._replace(back_read=put(state.back_read, p, state.back[p]), aside=here)
             if p // self.N == state.away and self.out(state, p) and not state.aside[p]:
@@ -154,11 +154,11 @@ class Model:
         if d == NOBODY:
             return
         p = s * self.N + d
-        if self.outstanding == 2 and state.arrived[p] % 2 == 0:
-            near = put(state.arrived, p, 2 * state.begun[p] - 1)
-            yield self.open_up(state._replace(arrived=near), s)
+        if self.outstanding == 2 and state.landed[p] % 2 == 0:
+            near = put(state.landed, p, 2 * state.begun[p] - 1)
+            yield self.open_up(state._replace(landed=near), s)
         else:
-            yield self.end(state._replace(arrived=put(state.arrived, p, 2 * state.begun[p])), s)
+            yield self.end(state._replace(landed=put(state.landed, p, 2 * state.begun[p])), s)
 
     def answer(self, state: State, s: int, p: int) -> State:
         """Read one grant: begin, hold it, or hand it back."""
@@ -199,8 +199,8 @@ class Model:
         """Check a state in which no node that is there can take a step."""
         for p in self.pairs:
             if state.away not in divmod(p, self.N):
-                arrived = state.arrived_read[p]
-                assert arrived == 2 * self.chunks[p], f"pair {divmod(p, self.N)} has all its chunks"
+                landed = state.landed_read[p]
+                assert landed == 2 * self.chunks[p], f"pair {divmod(p, self.N)} has all its chunks"
 
 
 def search(model: Model) -> int:

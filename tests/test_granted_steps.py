@@ -56,7 +56,7 @@ class Recorded(_Rail):
         super()._receiver_near(s, d)
 
     def _arrived(self, s, d):
-        self.receives("read arrived", s, d)
+        self.receives("read landed", s, d)
         super()._arrived(s, d)
 
     def _granted(self, s, d):
@@ -114,7 +114,7 @@ class Replay:
         """A receiver needs no other node to grant; what it knows must be what the model's knows."""
         model, state = self.model, self.state
         into = range(d, model.N**2, model.N)
-        near = sum(state.arrived_read[q] % 2 for q in into)
+        near = sum(state.landed_read[q] % 2 for q in into)
         left = [model.left(state, q) for q in into]
         is_open = {s for s, q in enumerate(into) if left[s] and state.back_read[q] % 2 == 0}
         knows = (sum(model.out(state, q) for q in into), near, left, is_open)
@@ -125,10 +125,10 @@ class Replay:
 
     def read(self, d, step, p):
         state = self.state
-        word, was = "arrived", state.arrived_read[p]
+        word, was = "landed", state.landed_read[p]
         if step in ("read closed", "read open"):
             word, was = "back", state.back_read[p]
-        even = step in ("read open", "read arrived")
+        even = step in ("read open", "read landed")
         want = was + 1 + ((was + 1) % 2 == even)  # the next even value, or odd one
         there = getattr(state, word)[p]
         assert there <= want, f"{word} holds {there} where {want} is read"
@@ -153,10 +153,10 @@ class Replay:
             assert state.serving[s] == p % model.N, "the chunk under way"
             grants = state.grant_read
             (after,) = [a for a in model.sender_steps(state, s) if a.grant_read == grants]
-            assert after.arrived[p] % 2 == (step == "near")
+            assert after.landed[p] % 2 == (step == "near")
         for q in model.from_[s]:
             unread = (
-                state.arrived_read[q] < state.arrived[q] < after.arrived[q],
+                state.landed_read[q] < state.landed[q] < after.landed[q],
                 state.back_read[q] < state.back[q] < after.back[q],
             )
             if any(unread):

@@ -230,10 +230,10 @@ def as_state(cluster, model):
 
     state = State(
         grant=by_pair(lambda s, d: cluster.word(s, "granted", d)),
-        arrived=by_pair(lambda s, d: cluster.word(d, "landed", s)),
+        landed=by_pair(lambda s, d: cluster.word(d, "landed", s)),
         back=by_pair(lambda s, d: cluster.word(d, "back", s)),
         grant_read=by_pair(lambda s, d: row(s, "GRANTED_READ", d)),
-        arrived_read=by_pair(lambda s, d: row(d, "LANDED_READ", s)),
+        landed_read=by_pair(lambda s, d: row(d, "LANDED_READ", s)),
         back_read=by_pair(lambda s, d: row(d, "BACK_READ", s)),
         begun=by_pair(lambda s, d: row(s, "BEGUN", d)),
         serving=one("SERVING", lambda _: NOBODY),
@@ -291,7 +291,7 @@ def test_every_step_is_one_that_the_model_may_take(demand, parts, seed):
         model.check(after)
         assert can_reach(model, state, after, pe), (pe, state, after)
         state = after
-    assert all(state.arrived[p] == 2 * n for p, n in enumerate(model.chunks))
+    assert all(state.landed[p] == 2 * n for p, n in enumerate(model.chunks))
     cluster.check()
 
 

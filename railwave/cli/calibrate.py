@@ -1,4 +1,4 @@
-"""`railwave calibrate`: measure the four paths here, and write a cost table.
+"""`railwave calibrate`: measure the paths here, and write a cost table.
 
 Under torchrun each process is a rank. Without it, the command starts itself under torchrun, with a
 process for each GPU of the cluster that it is told of.

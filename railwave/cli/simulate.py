@@ -31,7 +31,7 @@ SCHEDULER_HELP = """schedulers:
   rail         the same, each node's bytes spread evenly over its rails
   permutation  rail of a GPU, cyclic waves: one sender a receiver
   joint        waves and even rails
-  granted      even rails, receivers grant chunk by chunk (docs/granted.md; simulated only so far)
+  granted      even rails, receivers grant senders chunk by chunk (docs/granted.md)
   rails_lpt    RailS: chunks sprayed over rails, largest first, all at once (arXiv 2510.19262)
   fast         FAST: one-to-one stages made for this demand, which every node must know
   rate         senders paced so that no receiver is oversubscribed; likewise"""

@@ -78,12 +78,11 @@ def combine(
     yield pe.all_wait("rows_in", 1)
 
     _own(sums, tell=not rounds)
-    if rounds:
+    if rounds and handle.path != "granted":
         _reduce(sums, rounds[0])
     for this, after in zip_longest(rounds, rounds[1:]):
         if handle.path == "granted":
-            loads = handle.in_load, handle.out_load
-            yield from granted(pe, *loads, this, record_words=sums.sum_words)
+            yield from _granted(sums, this)
         else:
             yield from _put(sums, this, after)
         yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
@@ -93,6 +92,23 @@ def combine(
             _take(sums, this, i, last=after is None and i == this.num_peers - 1)
     yield pe.all_wait("rows_read", 1)
     return _final(sums, options.bias)
+
+
+def _granted(sums: _Sums, this: Round) -> Stages:
+    """Put all sums as receivers grant them; add up those of later waves meanwhile."""
+    pe, handle = sums.pe, sums.handle
+    packs = pe.config.packs(this) if pe.beside else [this]
+    more = packs[1:]
+    _reduce(sums, packs[0], tell=bool(more))
+    if more:
+        with pe.beside_put():
+            for later in more:
+                _reduce(sums, later, tell=True)
+    loads = handle.in_load, handle.out_load
+    words, waves = sums.sum_words, len(packs) if more else 0
+    yield from granted(pe, *loads, this, record_words=words, packs=waves)
+    if more:
+        pe.join()
 
 
 def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
@@ -193,7 +209,7 @@ def _own(sums: _Sums, *, tell: bool) -> None:
     )
 
 
-def _reduce(sums: _Sums, this: Round) -> None:
+def _reduce(sums: _Sums, this: Round, *, tell: bool = False) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.reduce.reduce(
         *(pe.heap.bases, pe.state, handle.in_rows, handle.in_load),
@@ -205,6 +221,8 @@ def _reduce(sums: _Sums, this: Round) -> None:
         dtype=sums.dtype,
         wire_dtype=sums.wire,
         block_h=pe.config.tiles.block_h,
+        packed_off=layout["packed"],
+        tell_step=this.step if tell else 0,
         **pe.round_args(this),
         **{**pe.tiles(), "programs": pe.programs(this)},
     )

@@ -229,8 +229,10 @@ def _reduce_kernel(
     me,
     rows_off,
     send_off,
+    packed_off,
     wave,
     first,
+    tell_step,
     S: tl.constexpr,
     H: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -243,6 +245,8 @@ def _reduce_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Write p(this node), rounded to WIRE, of each record to return in the round.
+
+    tell_step: the last program says packed(tell_step), for `granted`, which runs beside.
 
     Example: bfloat16 rows 1.0 and 2**-9 of a record on GPUs 0 and 1: 1.001953125 rounds to 1.0.
     """
@@ -270,6 +274,10 @@ def _reduce_kernel(
             mask = mask_i[:, None] & (offs_h < H)[None, :]
             address = (dst + record * (RECORD_WORDS * 4))[:, None]
             store_rounded(address, offs_h[None, :], total, mask, WIRE)
+    if i64(tell_step) > 0:
+        if is_last(state_ptr) > 0:
+            value: int = mark(state_ptr, i64(tell_step), S)
+            tell_node(bases_ptr, state_ptr, me, packed_off, value, S)
 
 
 def copy_in(
@@ -404,6 +412,8 @@ def reduce(
     programs: int,
     block_m: int,
     block_h: int,
+    packed_off: int = 0,
+    tell_step: int = 0,
     warps: int = 4,
 ) -> None:
     """Sum the rows of the records to return in a round; round them to the dtype on the wire.
@@ -412,9 +422,11 @@ def reduce(
         in_rows: (N, PROXY_RECORDS, ENTRIES) int32 and in_load: (N, G) int32, from the dispatch.
         send_off: byte offset of the round's send buffer, record_words words a record.
         wave, num_peers, first, round_records: the round, as in `pack`.
+        packed_off, tell_step: say packed(tell_step) at the end; 0: nobody waits for it.
     """
     _reduce_kernel[(programs, num_peers)](
-        *(bases, state, in_rows, in_load, me, rows_off, send_off, wave, first),
+        *(bases, state, in_rows, in_load, me, rows_off, send_off),
+        *(packed_off, wave, first, tell_step),
         S=shape,
         H=hidden,
         DTYPE=DTYPES[dtype],

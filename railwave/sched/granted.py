@@ -1,8 +1,8 @@
 """Let receivers grant senders chunk by chunk: the path `granted`, as far as a plan goes.
 
 Who sends when is not planned: it follows from the words of `docs/granted.md` while the phase runs,
-and `railwave.sim.granted` follows it. Planned are joint's rails and, from the size of a slice, the
-chunks. The runtime has no such path yet.
+as `railwave.kernels.granted` does it and `railwave.sim.granted` follows it. Planned are joint's
+rails and, from the size of a slice, the chunks.
 
 Letters: N nodes.
 """

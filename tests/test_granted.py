@@ -1,0 +1,75 @@
+"""The path granted as a whole: what holds beside what tests of all paths check."""
+
+import contextlib
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from railwave import config as config_module
+from railwave.config import INTERPRETED
+from railwave.exchange.pe import Exchange
+from worlds import LastFirst, combine, dispatch, make_batch, make_outs, make_world, run
+
+
+@pytest.fixture(params=["in turn", "at random", "last first"])
+def order(request):
+    """Return who goes on next."""
+    return {"at random": random.Random(0), "last first": LastFirst()}.get(request.param)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Let a record be a chunk of `put`, so that slices are granted in many."""
+    monkeypatch.setattr(config_module, "INTERPRETED", replace(INTERPRETED, chunk=1))
+
+
+def test_slices_of_many_chunks_on_rails_of_two_gpus(small_chunks, order):
+    world = make_world(
+        *(3, 3, 2), rail_of_gpu=(0, 0, 1), max_tokens_per_rank=9, paths=("granted",), order=order
+    )
+    assert world.config.shape.CHUNKS > 4
+    for tokens in (9, [9, 0, 1, 0, 9, 3, 0, 0, 9]):
+        run(make_batch(world, tokens), "granted")
+
+
+def test_ineligible_rails_and_all_to_one_node(small_chunks):
+    eligible = torch.ones(3, 3, 2, dtype=torch.bool)
+    eligible[0, 1, 0] = eligible[1, 0, 0] = False
+    world = make_world(3, 2, 2, eligible=eligible, max_tokens_per_rank=6, order=LastFirst())
+    batch = make_batch(world, 6)
+    for topk_idx in batch.topk_idxs:
+        topk_idx[:, 0] = 0  # everyone to node 0
+    run(batch, "granted")
+
+
+def test_paths_in_turn_and_several_open_handles(order):
+    """Words only grow, whatever the path before; a combine follows its own dispatch's path."""
+    world = make_world(3, 2, 2, max_tokens_per_rank=5, staging_records=2, order=order)
+    batch = make_batch(world, 5)
+    outs = make_outs(batch)
+    handles = {path: dispatch(batch, path) for path in ("granted", "joint", "native", "granted")}
+    for path in ("joint", "granted", "native", "granted"):
+        combine(batch, handles[path], outs)
+
+
+def test_what_is_packed_beside_the_put_is_put_wave_by_wave(monkeypatch):
+    """As on a GPU, where a second stream packs and adds up what later waves need."""
+    monkeypatch.setattr(Exchange, "beside_put", lambda pe: contextlib.nullcontext())
+    monkeypatch.setattr(Exchange, "join", lambda pe: None)
+    world = make_world(4, 2, 1, max_tokens_per_rank=5, paths=("granted",))
+    for pe in world._exchanges:
+        pe.beside = True
+    assert len(world.config.packs(*world.config.rounds("granted"))) == 3
+    run(make_batch(world, 5), "granted")
+
+
+def test_staging_is_for_all_peers_and_tables_only_where_the_path_is_named():
+    joint, granted = (make_world(4, 1, 1, paths=(path,)) for path in ("joint", "granted"))
+    records = granted.config.proxy_records
+    assert granted.config.layout.regions["send"].size == 3 * records * (
+        joint.config.layout.regions["send"].size // 2 // joint.config.staging_records
+    )
+    assert [len(w._exchanges[0].grants[0]) for w in (joint, granted)] == [0, 4]
+    assert make_world(1, 2, 2)._exchanges[0].grants.numel() == 0
