@@ -26,6 +26,7 @@ BALANCED = ("rail", "joint", "granted")
 WAVES = ("permutation", "joint")
 
 DEFAULT_STAGING_RECORDS = 8192
+RAIL_GBS = 25.0  # GB/s (1e9 bytes/s) of a rail that tiles are made for
 MOST_COUNTING = 128  # programs of count that number records: about one a multiprocessor
 MAX_TOP_K = 255  # `count` counts a token's experts on a GPU in a byte at most
 LEAST_NIC_GBS, MOST_NIC_GBS = 1e-6, 1e6  # of an emulated NIC: a byte a millisecond at least
@@ -49,7 +50,7 @@ class Tiles:
     match: int  # records a program of match
     programs: int  # programs of a launch that moves payload, over all its peers
     warps: int  # of such a program
-    granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of a rail
+    granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of RAIL_GBS
     part_bytes: int  # of what is put before others are heard: 2 round trips
     patience_ns: int  # of a receiver with a sender that it has granted something
 
@@ -104,9 +105,9 @@ COMPILED = Tiles(
     match=128,
     programs=128,
     warps=8,
-    granted_bytes=4_000_000,  # with 5 us and 25 GB/s
+    granted_bytes=4_000_000,  # a round trip is 5 us
     part_bytes=250_000,
-    patience_ns=5_000_000,
+    patience_ns=50_000_000,
 )
 
 
@@ -294,6 +295,10 @@ class Config:
         num_experts = self.experts_per_rank[rank]
         most = max_rows * min(top_k, num_experts) + num_experts * (alignment - 1)
         return -(-most // alignment) * alignment
+
+    def of_a_rail(self, num_bytes: int) -> int:
+        """Return what passes a rail here in the time of so many bytes at RAIL_GBS."""
+        return round(num_bytes * (self.nic_gbs or RAIL_GBS) / RAIL_GBS)
 
     @property
     def accepted_paths(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def workspace_bytes(*args: Any, **sizes: Any) -> int:
     """Return the bytes that a GPU holds in all: the sum of `workspace`, whose arguments these are.
 
     Example:
-        Wave paths need two buffers; native and rail one for all peers at once.
+        Wave paths need two buffers; the others one for all peers at once.
 
         >>> topo = Topology(4, 8, 8)
         >>> sizes = dict(num_experts=128, top_k=8, hidden=7168, max_tokens_per_rank=4096)

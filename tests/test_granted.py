@@ -27,10 +27,10 @@ def small_chunks(monkeypatch):
 
 def test_slices_of_many_chunks_on_rails_of_two_gpus(small_chunks, order):
     world = make_world(
-        *(3, 3, 2), rail_of_gpu=(0, 0, 1), max_tokens_per_rank=9, paths=("granted",), order=order
+        *(3, 3, 2), rail_of_gpu=(0, 0, 1), max_tokens_per_rank=6, paths=("granted",), order=order
     )
     assert world.config.shape.CHUNKS > 4
-    for tokens in (9, [9, 0, 1, 0, 9, 3, 0, 0, 9]):
+    for tokens in (6, [6, 0, 1, 0, 6, 3, 0, 0, 6]):
         run(make_batch(world, tokens), "granted")
 
 

@@ -22,7 +22,8 @@ class State(NamedTuple):
     """Hold the words, what their readers have read of them, and what each node remembers."""
 
     # Words: of d at s, chunks granted; of s at d, twice the chunks landed, 1 less once the last
-    # one is near its end; of s at d, twice the grants handed back, 1 less until s opens again.
+    # one is near its end; of s at d, twice the grants handed back, 1 less until s opens again, -1
+    # before it has begun.
     grant: tuple[int, ...]
     landed: tuple[int, ...]
     back: tuple[int, ...]
@@ -63,6 +64,11 @@ class Model:
         self.from_ = [[p for p in self.pairs if p // self.N == s] for s in self.nodes]
 
     def start(self) -> State:
+        """Nobody has begun: every sender is closed, at -1, and opens by its first step."""
+        closed = tuple(-1 if n else 0 for n in self.chunks)
+        return self.all_there()._replace(back=closed, back_read=closed)
+
+    def all_there(self) -> State:
         none = (0,) * self.N**2
         idle = (NOBODY,) * self.N
         turn = tuple((d - 1) % self.N for d in self.nodes)
@@ -147,6 +153,12 @@ class Model:
             yield state._replace(grant=grant, turn=turn)
 
     def sender_steps(self, state: State, s: int) -> Iterator[State]:
+        if any(state.back[p] < 0 for p in self.from_[s]):
+            back = state.back
+            for p in self.from_[s]:
+                back = put(back, p, 0)
+            yield state._replace(back=back)
+            return
         for p in self.from_[s]:
             if state.grant_read[p] < state.grant[p]:
                 yield self.answer(state, s, p)
@@ -193,7 +205,8 @@ class Model:
             there = [p for p in self.into[d] if p // self.N != state.away]
             in_flight = sum(state.serving[p // self.N] == d for p in there)
             out = sum(self.out(state, p) for p in there)
-            assert in_flight <= out <= self.outstanding + late, "senders in flight, grants out"
+            most = self.outstanding * (1 + late)
+            assert in_flight <= out <= most, "senders in flight, grants out"
 
     def check_end(self, state: State) -> None:
         """Check a state in which no node that is there can take a step."""

@@ -78,7 +78,7 @@ class Replay:
     def __init__(self, model, steps, random):
         self.model, self.random = model, random
         self.steps = [deque(of_half) for of_half in steps]
-        self.state, self.num_words = model.start(), 0
+        self.state, self.num_words = model.all_there(), 0
 
     def run(self):
         while any(self.steps):

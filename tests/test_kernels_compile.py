@@ -124,7 +124,7 @@ def all_kernels():
     }
 
 
-NIC_KERNELS = ("_put_kernel", "_occupy_kernel")
+NIC_KERNELS = ("_put_kernel", "_granted_kernel", "_occupy_kernel")
 
 
 @functools.cache

@@ -27,7 +27,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # What moves payload: 16 bytes at a time.
 BY_EXPERT = tuple(f"_{name}_kernel" for name in ("tally", "place", "spread", "gather", "final"))
 MOVING = (
-    *("pack", "local", "put", "unpack", "finish", "spread"),
+    *("pack", "local", "put", "granted", "unpack", "finish", "spread"),
     *("gather", "copy_in", "own", "reduce", "take"),
 )
 
@@ -63,14 +63,14 @@ def recorded(nodes, gpus, tokens, hidden, top_k, *, sharing=1, remote=False, nic
         config = replace(config, tiles=fitting(config.tiles, 132, sharing), remote=remote)
         heap = LocalHeap(topo.num_ranks, config.layout, device=cpu)
         pe = Exchange(config, heap, 0, device=cpu, deadline_s=1)
-        pe.kernels = load(interpret=False)
+        pe.kernels, pe.persists = load(interpret=False), True
         return config, pe
 
     config, pe = one_pe()
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        for path in ("joint", "native"):
+        for path in ("joint", "native", "granted"):
             ids, weights = torch.zeros(tokens, top_k).long(), torch.zeros(tokens, top_k)
             handle = result(dispatch(pe, check_call(config, x, ids, weights, path))).handle
             result(dispatch(pe, check_repeat(config, x, handle)))
@@ -122,8 +122,9 @@ def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
 @pytest.mark.parametrize("sharing", [1, 32])
 def test_put_through_emulated_nics_keeps_all_in_registers_too(sharing, tmp_path):
     launches = recorded(4, 8, 4096, 7168, 1, sharing=sharing, nic_gbs=3.125)
-    puts = [launch for launch in launches if launch[0].__name__ == "_put_kernel"]
-    assert len(puts) == 2  # of records and of sums
+    kernels = ("_put_kernel", "_granted_kernel")
+    puts = [launch for launch in launches if launch[0].__name__ in kernels]
+    assert len(puts) == 4  # of records and of sums
     for put in puts:
         asm = compiled(*put)
         assert stack_of(asm, tmp_path) <= 64

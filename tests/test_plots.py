@@ -294,7 +294,7 @@ def path_map(anchors=(), scales=Scales(rails=8), payloads_mib=(1.0,), **more):  
         (
             lambda: path_map(anchors=[Anchor(28, 1, 1, "fast")]),
             ValueError,
-            "anchors[0].path must be one of native, rail, permutation, joint, got 'fast'",
+            "anchors[0].path must be one of native, rail, permutation, joint, granted, got",
         ),
         (lambda: path_map(scales=8), TypeError, "scales must be Scales, got int 8"),
         (

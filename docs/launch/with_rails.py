@@ -30,6 +30,8 @@ def mapping(node: Node, local_rank: int, nodes: int, shown: str | None) -> dict[
     if nodes == 1 or not node.gpus:
         return node.environment(nodes=1)
     gpus = visible_gpus(node, shown or None)
+    if not gpus:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES must show a GPU, got {shown!r}")
     return node.environment(nodes=nodes, gpu=gpus[local_rank % len(gpus)])
 
 

@@ -35,7 +35,7 @@ def granted(
         packs: steps of packed that say that records are there: those of one more wave each, and of
             all with the last; 0: they are there.
     """
-    before, begin = torch.zeros_like(pe.grants).tolist(), True
+    begin, before = True, [[0] * pe.grants.shape[1] for _ in pe.grants]
     while True:
         seen = {name: pe.words(name).clone() for name in WORDS} if not pe.persists else {}
         _launch(pe, send_load, recv_load, this, record_words, packs, begin=begin)
@@ -72,8 +72,8 @@ def _launch(
         packs=packs,
         most_steps=0 if pe.persists else ONE_STEP,
         record_words=record_words,
-        least_bytes=tiles.granted_bytes,
-        part_bytes=tiles.part_bytes,
+        least_bytes=pe.config.of_a_rail(tiles.granted_bytes),
+        part_bytes=pe.config.of_a_rail(tiles.part_bytes),
         patience_ns=tiles.patience_ns,
         shape=pe.config.shape,
         block_w=tiles.block_put,
@@ -92,9 +92,11 @@ def _waits(
     up_ns = [
         heard_ns[q] + pe.config.tiles.patience_ns
         for q in range(len(given))
-        if given[q] > landed[q] // 2 + (back[q] + 1) // 2 and not aside[q]
+        if given[q] > landed[q] // 2 + back[q] // 2 and not aside[q]
     ]
-    return [News(seen, min(up_ns, default=math.inf), _missing(pe, knows))]
+    # The clock of a GPU is another one: there only words count.
+    until_ns = min(up_ns, default=math.inf) if pe.device.type == "cpu" else math.inf
+    return [News(seen, until_ns, _missing(pe, knows))]
 
 
 def _missing(pe: Exchange, knows: list[list[int]]) -> Late:
@@ -102,8 +104,8 @@ def _missing(pe: Exchange, knows: list[list[int]]) -> Late:
     rows, base, G = pe.kernels.granted, pe.epoch << 32, pe.config.topo.gpus_per_node
     chunks, given, landed, back = knows[: rows.BACK_READ.value + 1]
     owed = [q for q, n in enumerate(chunks) if landed[q] < 2 * n]
-    out = [q for q in owed if given[q] > landed[q] // 2 + (back[q] + 1) // 2]
-    for q in (*out, *owed):
+    late = [q for q in owed if given[q] > landed[q] // 2 + back[q] // 2 or not back[q]]
+    for q in (*late, *owed):
         s, j = divmod(q, pe.config.shape.RAIL_GPUS_P)
         sender = s * G + int(pe.rail_mates[j])
         return "landed", sender, base + 2 * chunks[q]

@@ -4,11 +4,12 @@ One program of a PE takes both parts in turn and waits for nothing: it reads wha
 answers, moves at most one part of a chunk, and looks again. Its words are of its own stage, as no
 other stage's may be: it never waits for one particular word, and there is the proof that it ends.
 
-Words, from `epoch << 32` on, the first at the sender, the others at the receiver:
+Words, above `epoch << 32`, the first at the sender, the others at the receiver:
 
     granted   chunks of the pair granted so far
     landed    2k: k chunks have been put; 2k - 1: of the k-th, all but its last part
-    back      2k - 1: k grants were handed back, the sender is closed; 2k: it is open again
+    back      1: the sender has begun, and is open; 2k: k grants were handed back, and it is closed;
+              2k + 1: and it is open again
 
 A part is a run of the chunks of `wire.put`, each under an arrived word of its own, which alone says
 that its bytes are there. Of the GPUs of a rail the first is its node's receiver, for all of them,
@@ -32,6 +33,7 @@ from .wire import (
     GAVE,
     GRANTED,
     LANDED,
+    PACKED,
     alive,
     chunks_of,
     fail,
@@ -42,6 +44,7 @@ from .wire import (
     own_address,
     put_chunk,
     put_ref,
+    read,
     signal,
 )
 
@@ -52,7 +55,7 @@ CHUNKS_A_SLICE = tl.constexpr(32)  # at most
 CHUNKS_IN = tl.constexpr(0)  # chunks that come from there
 GIVEN = tl.constexpr(1)  # chunks granted
 LANDED_READ = tl.constexpr(2)
-BACK_READ = tl.constexpr(3)
+BACK_READ = tl.constexpr(3)  # 0: it has not begun
 ASIDE = tl.constexpr(4)  # 1: said nothing for too long, and is not waited for
 HEARD_NS = tl.constexpr(5)  # when it said something, or was granted something
 # A sender has a lane for each node:
@@ -95,12 +98,14 @@ def _of(values, where):
 
 
 @helper
-def _said(bases_ptr, me, word_off, pe, mask, base):
-    """Return what PEs have said here so far in this phase, with an acquire."""
-    words = heap_i64(bases_ptr, me, word_off) + pe
-    seen = tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    return tl.where(mask, tl.maximum(seen - base, 0), 0)
+def _said(bases_ptr, me, word_off, pe, mask, base, last):
+    """Return what PEs have said here so far in this phase, with an acquire.
+
+    last: as read last. Who has come to the end of this phase may be in the next one, and say there
+    what is not for now; what it said last here is then not told any more, but all has landed.
+    """
+    seen = read(heap_i64(bases_ptr, me, word_off) + pe, mask) - base
+    return tl.where(mask & (seen >= 0) & (seen < 4294967296), seen, last)
 
 
 @helper
@@ -160,7 +165,6 @@ def _begin(
     run = _run(n, least_words, S, RECORD_WORDS)
     chunks = cdiv(tl.minimum(cdiv(n, S.CHUNK), S.CHUNKS), run)
     tl.store(_row(table_ptr, CHUNKS_IN, S) + q, chunks)
-    tl.store(_row(table_ptr, HEARD_NS, S) + q, zero + now)
     d = iota(S.N_P)
     mask = (d < S.N) & (d != node)
     n = tl.load(send_load_ptr + d * S.G + local, mask=mask, other=0).to(tl.int64)
@@ -202,24 +206,26 @@ def _receive(
     s = q // S.RAIL_GPUS_P
     j = q % S.RAIL_GPUS_P
     chunks = tl.load(_row(table_ptr, CHUNKS_IN, S) + q)
-    there = chunks > 0
-    pe = s * S.G + tl.load(rail_mates_ptr + j, mask=there, other=0).to(tl.int64)
-    landed = _said(bases_ptr, me, landed_off, pe, there, base)
-    back = _said(bases_ptr, me, back_off, pe, there, base)
+    owes = chunks > 0
+    pe = s * S.G + tl.load(rail_mates_ptr + j, mask=owes, other=0).to(tl.int64)
+    landed_read = tl.load(_row(table_ptr, LANDED_READ, S) + q)
+    back_read = tl.load(_row(table_ptr, BACK_READ, S) + q)
+    landed = _said(bases_ptr, me, landed_off, pe, owes, base, landed_read)
+    back = _said(bases_ptr, me, back_off, pe, owes, base, back_read)
+    owes = landed < 2 * chunks
     given = tl.load(_row(table_ptr, GIVEN, S) + q)
-    heard = landed > tl.load(_row(table_ptr, LANDED_READ, S) + q)
-    heard = heard | (back > tl.load(_row(table_ptr, BACK_READ, S) + q))
+    heard = (landed > landed_read) | (back > back_read)
     heard_ns = tl.where(heard, now, tl.load(_row(table_ptr, HEARD_NS, S) + q))
-    returned = (back + 1) // 2
-    out = given - landed // 2 - returned
+    handed_back = back // 2
+    out = tl.where(owes, given - landed // 2 - handed_back, 0)
     late = (out > 0) & (now - heard_ns > patience_ns)
     aside = tl.where(heard, 0, tl.where(late, 1, tl.load(_row(table_ptr, ASIDE, S) + q)))
     num_out: int = i64(tile_sum(tl.where(aside > 0, 0, out), 0))
     num_near: int = i64(tile_sum(tl.where(aside > 0, 0, landed % 2), 0))
-    left = chunks - given + returned
+    left = tl.where(owes, chunks - given + handed_back, 0)
     turn: int = i64(tl.load(_row(table_ptr, TURN, S)))
     place = (turn - s + S.N) % S.N * S.RAIL_GPUS_P + j
-    can = (left > 0) & (back % 2 == 0) & (aside == 0)
+    can = (left > 0) & (back % 2 == 1) & (aside == 0)  # closed until it says that it has begun
     rank = tl.where(can, left * (S.N_P * S.RAIL_GPUS_P) - place, 0)
     best: int = i64(tile_max(rank, 0))
     # One at a time; one more when all that is out comes to its end.
@@ -232,11 +238,12 @@ def _receive(
         _say(bases_ptr, me, _of(pe, chosen), granted_off, base + _of(given, chosen), S)
         tl.store(_row(table_ptr, TURN, S), (node + S.N - 1) % S.N)
         note(state_ptr, GAVE, node, now, now)
-        most: int = i64(tile_sum(given - landed // 2 - returned, 0))
+        most: int = i64(tile_sum(out, 0)) + 1
         if most > i64(tl.load(_row(table_ptr, MOST_OUT, S))):
             tl.store(_row(table_ptr, MOST_OUT, S), most)
     else:
         best: int = best * 0
+    tl.debug_barrier()  # all threads have read these rows
     tl.store(_row(table_ptr, GIVEN, S) + q, given)
     tl.store(_row(table_ptr, LANDED_READ, S) + q, landed)
     tl.store(_row(table_ptr, BACK_READ, S) + q, back)
@@ -253,9 +260,7 @@ def _ready(bases_ptr, state_ptr, me, packed_off, packs, S: tl.constexpr):
     if packs > 0:
         g = iota(S.G_P)
         mask = g < S.G
-        ptrs = heap_i64(bases_ptr, me, packed_off) + g
-        steps = tl.atomic_add(ptrs, 0, mask=mask, sem="acquire", scope="sys")
-        tl.debug_barrier()
+        steps = read(heap_i64(bases_ptr, me, packed_off) + g, mask)
         steps = tl.where(mask, steps - mark(state_ptr, 0, S), packs)
         told: int = i64(tile_min(steps, 0))
         if told < packs:
@@ -309,10 +314,13 @@ def _send(
     node: int = me // S.G
     d = iota(S.N_P)
     wave = (d - node + S.N) % S.N
-    packed = (tl.load(_row(table_ptr, CHUNKS_OUT, S) + d) > 0) & (wave <= ready)
-    grants = _said(bases_ptr, me, granted_off, d * S.G + leader, packed, base)
     taken = tl.load(_row(table_ptr, GRANTED_READ, S) + d)
     begun = tl.load(_row(table_ptr, BEGUN, S) + d)
+    # Not of who has all that is for it.
+    chunks_out = tl.load(_row(table_ptr, CHUNKS_OUT, S) + d)
+    sends = (chunks_out > 0).to(tl.int64)
+    packed = (begun < chunks_out) & (wave <= ready)
+    grants = _said(bases_ptr, me, granted_off, d * S.G + leader, packed, base, taken)
     before = tl.load(_row(table_ptr, BACK_SAID, S) + d)
     new = tl.where(packed, grants - taken, 0)
     news: int = i64(tile_max(new, 0) > 0)
@@ -359,9 +367,10 @@ def _send(
             held: int = (node + first) % S.N
             new = new - (d == held).to(tl.int64)
 
-    back = before + before % 2 * opens
-    back = tl.where(new > 0, back + 2 * new - 1 + back % 2, back)
+    back = before + (1 - before % 2) * opens * sends
+    back = tl.where(new > 0, back + 2 * new - back % 2, back)
     _answer(bases_ptr, me, leader, back_off, base, before, back, S)
+    tl.debug_barrier()  # all threads have read these rows
     tl.store(_row(table_ptr, GRANTED_READ, S) + d, tl.where(packed, grants, taken))
     tl.store(_row(table_ptr, BACK_SAID, S) + d, back)
     tl.store(_row(table_ptr, BEGUN, S) + d, begun)
@@ -414,29 +423,47 @@ def _owed(table_ptr, S: tl.constexpr):
 
 
 @helper
-def _fail(table_ptr, state_ptr, rail_mates_ptr, base, S: tl.constexpr):
-    """Say whose word has not come: of a sender that was granted something, or a receiver's."""
+def _fail(
+    table_ptr,
+    bases_ptr,
+    state_ptr,
+    rail_mates_ptr,
+    me,
+    ready,
+    packed_off,
+    packs,
+    base,
+    S: tl.constexpr,
+):
+    """Say whose word has not come: a node-mate's that packs; of a sender, a receiver."""
     q = iota(S.N_P * S.RAIL_GPUS_P)
     s = q // S.RAIL_GPUS_P
     chunks = tl.load(_row(table_ptr, CHUNKS_IN, S) + q)
     landed = tl.load(_row(table_ptr, LANDED_READ, S) + q)
     owes = landed < 2 * chunks
-    returned = (tl.load(_row(table_ptr, BACK_READ, S) + q) + 1) // 2
-    out = tl.load(_row(table_ptr, GIVEN, S) + q) - landed // 2 - returned
-    lane: int = i64(tile_min(tl.where(owes & (out > 0), q, NOBODY), 0))
+    back = tl.load(_row(table_ptr, BACK_READ, S) + q)
+    out = tl.load(_row(table_ptr, GIVEN, S) + q) - landed // 2 - back // 2
+    late = (out > 0) | (back == 0)
+    lane: int = i64(tile_min(tl.where(owes & late, q, NOBODY), 0))
     if lane == NOBODY:
         lane: int = i64(tile_min(tl.where(owes, q, NOBODY), 0))
-    if lane < NOBODY:
+    if ready < S.N:
+        g = iota(S.G_P)
+        told = read(heap_i64(bases_ptr, me, packed_off) + g, g < S.G)
+        last: int = mark(state_ptr, packs, S)
+        who: int = i64(tile_min(tl.where((g < S.G) & (told < last), g, S.G), 0))
+        fail(state_ptr, PACKED, me - me % S.G + who, _of(told, g == who), last)
+    elif lane < NOBODY:
         pe: int = _of(s, q == lane) * S.G + i64(tl.load(rail_mates_ptr + lane % S.RAIL_GPUS_P))
         seen: int = base + _of(landed, q == lane)
         fail(state_ptr, LANDED, pe, seen, base + 2 * _of(chunks, q == lane))
     else:
         d = iota(S.N_P)
-        read = tl.load(_row(table_ptr, GRANTED_READ, S) + d)
+        taken = tl.load(_row(table_ptr, GRANTED_READ, S) + d)
         left = tl.load(_row(table_ptr, CHUNKS_OUT, S) + d) - tl.load(_row(table_ptr, BEGUN, S) + d)
         node: int = clamp(i64(tile_min(tl.where(left > 0, d, S.N), 0)), 0, S.N - 1)
         pe: int = node * S.G + i64(tl.load(rail_mates_ptr))
-        seen: int = base + _of(read, d == node)
+        seen: int = base + _of(taken, d == node)
         fail(state_ptr, GRANTED, pe, seen, seen + 1)
 
 
@@ -511,7 +538,10 @@ def _granted_kernel(
         else:
             relax()
             if (owed > 0) & (now - i64(tl.load(_row(table_ptr, NEWS_NS, S))) > deadline):
-                _fail(table_ptr, state_ptr, rail_mates_ptr, base, S)
+                _fail(
+                    *(table_ptr, bases_ptr, state_ptr, rail_mates_ptr, me),
+                    *(ready, packed_off, i64(packs), base, S),
+                )
         stops: int = i64(i64(most_steps) > 0) * i64((steps >= i64(most_steps)) | (news == 0))
         going: int = alive(state_ptr) * i64(owed > 0) * (1 - stops)
         tl.debug_barrier()

@@ -5,8 +5,8 @@ Peers whose memory is mapped (same process, shared memory, NVLink) are reached b
 stores through that table, others (base 0) through NVSHMEM, see `nvshmem`.
 
 Words are int64, have one writer each and only grow. A word's value is a mark, `epoch * MAX_STEPS +
-step`; the epoch lives in device memory, so no launch argument depends on it. Memory order is
-decided here and in `nvshmem` alone:
+step` (of verdict and of `granted`'s, `epoch << 32` and more); the epoch lives in device memory, so
+no launch argument depends on it. Memory order is decided here and in `nvshmem` alone:
 
 - `signal` orders all that this program has stored before it (barrier, then a release at system
   scope): whoever sees the word sees those stores.
@@ -63,9 +63,9 @@ WORDS = (
     "taken",  # owner -> node: I have read your sums of the round
     "rows_read",  # ingress -> node: I have read your rows
     "verdict",  # node -> all: the most rows of one of its ranks (`max_recv_rows` bounds them)
-    "granted",  # receiver -> sender: put so many chunks; this one and the next two: see `granted`
-    "landed",  # sender -> receiver: so many are put
-    "back",  # sender -> receiver: so many grants come back
+    "granted",  # receiver -> sender: you may put so many chunks; the next two too: see `granted`
+    "landed",  # sender -> receiver: twice the chunks that are put
+    "back",  # sender -> receiver: twice the grants that came back, and 1 if I may be granted
     "call",
     "overflow",
 )
@@ -152,6 +152,17 @@ def behind(word_ptrs, expected, mask):
     """Return how far each word is behind `expected` (0 or less: it has come), with an acquire."""
     seen = tl.atomic_add(word_ptrs, 0, mask=mask, sem="acquire", scope="sys")
     return tl.where(mask, expected - seen, 0)
+
+
+@helper
+def read(word_ptrs, mask):
+    """Return words as they are now, with an acquire: what their writers stored before is visible.
+
+    For who waits for none of them.
+    """
+    words = tl.atomic_add(word_ptrs, 0, mask=mask, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return words
 
 
 @helper
@@ -478,7 +489,7 @@ def _put_through_nics(
     chunks: int = chunks_of(n, S)
     for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
         start: int = n * c // chunks * RECORD_WORDS
-        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4  # see put
+        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4  # see put_chunk
         src = tl.multiple_of(src_ptr + start, 16)
         dst = tl.multiple_of(dst_ptr + start, 16)
         for first in range(0, num_words, SLOT_WORDS):
@@ -564,13 +575,14 @@ def _put_kernel(
             heap_i64(bases_ptr, ingress, word_off),
             *(i64(port_off), me, d, n, value, S, RECORD_WORDS, BLOCK_W),
         )
-        n: int = n * 0  # nothing is left
-    chunks: int = chunks_of(n, S)
-    for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
-        put_chunk(
-            *(bases_ptr, put_words_ptr, me, d, n, c, send_off + buffer_off, recv_off + buffer_off),
-            *(arrived_off, value, S, RECORD_WORDS, BLOCK_W),
-        )
+    else:
+        src_off: int = send_off + buffer_off
+        dst_off: int = recv_off + buffer_off
+        for c in range(i64(tl.program_id(0)), chunks_of(n, S), i64(tl.num_programs(0))):
+            put_chunk(
+                *(bases_ptr, put_words_ptr, me, d, n, c, src_off, dst_off),
+                *(arrived_off, value, S, RECORD_WORDS, BLOCK_W),
+            )
 
 
 def put(
