@@ -31,7 +31,7 @@ from bench import emulated_extras as extras
 from bench import exchange, routed
 from bench.emulated_cases import (
     METHODS,
-    PATHS,
+    RUN_PATHS,
     SAMPLES,
     Case,
     Cluster,
@@ -45,7 +45,7 @@ from bench.emulated_rank import FAST_NIC_GBS, Rank, Sizes, Times
 from bench.sampling import first, summary
 from railwave.config import COMPILED, Config
 
-FAMILIES = ("replay", "ultraep", "figure 9", *extras.FAMILIES)
+FAMILIES = ("replay", "ultraep", "zipf", "figure 9", *extras.FAMILIES)
 LAYOUTS = ("h800", "h20")
 DATA_PATH_SAMPLES = 3
 LEAST_S = {"selector": 200.0}  # that a family is begun with, if there is a GPU
@@ -202,7 +202,7 @@ def _on_cluster(
     until: float,
 ) -> Iterator[dict[str, Any]]:
     """Make a world of one layout; yield the rows of its cases while there is time."""
-    most = dict.fromkeys(PATHS, 1)
+    most = dict.fromkeys(RUN_PATHS, 1)
     made = {}
     for case in cases:
         wanted = plans(case) if extras.needs_plans(case) else []
@@ -230,7 +230,7 @@ def _on_cluster(
 def empty_calls(rank: Rank, samples: int) -> dict[str, float]:
     """Measure a call of each path in which nobody sends anything; medians, in microseconds."""
     nothing = torch.zeros(rank.on.topo.num_ranks, rank.on.topo.num_ranks, dtype=torch.int64).numpy()
-    empties = [Plan(path, path, (nothing,), None) for path in PATHS]
+    empties = [Plan(path, path, (nothing,), None) for path in RUN_PATHS]
     times = rank.sample(empties, samples, rank.on.nic_gbs)
     return {
         plan.path: summary(of.whole_us)["median_us"]

@@ -3,7 +3,8 @@
 A method is a list of calls of railwave, one after another. Native and rail replay the submitted
 windows, a call each (A.6); permutation and joint take the whole demand in one call, or a call a
 cyclic wave; what is like NCCL or FAST goes through the same wire by path native, a call a window,
-with the records where such a library would have put them on the sending side.
+with the records where such a library would have put them on the sending side. Granted takes one
+call.
 
 Payload and rate are both an eighth of the paper's by default, so times are like the paper's.
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.granted import zipf_pairs
 from bench.schedulers import PAPER_ULTRAEP_MS
 from railwave.sched import SCHEDULERS, Demand, Schedule, audit
 from railwave.topology import Topology
@@ -37,7 +39,11 @@ from railwave.workloads import (
 PAPER_RECORDS = 32_768  # of a node, at 56 MiB a GPU
 PATTERNS = ("ring", "moderate", "extreme")
 PATHS = ("native", "rail", "permutation", "joint")  # the paper's
-METHODS = (*PATHS, "permutation, a call a wave", "joint, a call a wave", "nccl-like", "fast")
+RUN_PATHS = (*PATHS, "granted")
+METHODS = (
+    *(*PATHS, "permutation, a call a wave", "joint, a call a wave", "nccl-like", "fast"),
+    "granted",
+)
 DEEP_LAYERS = 6  # spread over the skew
 DEEP_SAMPLES, SAMPLES = 100, 20
 # Median latencies of one 56 MiB case of Figure 9.
@@ -152,6 +158,20 @@ def figure_9(on: Cluster, loads: torch.Tensor, records: int, samples: int) -> It
             yield Case(about, made, samples, paper_ms=PAPER_HIGH_HIGH_MS if hardest else {})
 
 
+def zipf(on: Cluster, records: int, samples: int, seeds: int = 2) -> Iterator[Case]:
+    """Yield pairs of nodes that differ, Zipf(2); the busiest GPU has a quarter of `records`."""
+    N, G = on.topo.nodes, on.topo.gpus_per_node
+    pairs_of_all = frozenset((s, d) for s in range(N) for d in range(N) if s != d)
+    for seed in range(seeds):
+        pairs = zipf_pairs(N, seed)
+        busiest = max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max())
+        per_gpu = np.ceil(pairs * (max(1, records // 4) / busiest)).astype(np.int64)
+        per_gpu = per_gpu[:, :, None].repeat(G, axis=2)
+        demand = Demand(per_gpu.transpose(0, 2, 1), per_gpu, on.topo)
+        about = {"family": "zipf", "layout": on.layout, "rate": 1.0, "seed": seed}
+        yield Case(about, Replay(demand, (pairs_of_all,)), samples)
+
+
 def all_cases(
     clusters: dict[str, Cluster], records: int, samples: int | None, trace: torch.Tensor | None
 ) -> list[Case]:
@@ -170,6 +190,7 @@ def all_cases(
     others = [layer for layer in range(len(loads)) if layer not in deep]
     cases += replays(on, loads, "stand-in", deep, many, 1.0)
     cases += ultraep(on, records, few)
+    cases += zipf(on, records, few)
     cases += figure_9(on, loads, records, few)
     cases += replays(on, loads, "stand-in", others, few, 1.0)
     for rate in (0.5, 2.0):
@@ -229,6 +250,7 @@ def plans(case: Case) -> list[Plan]:
             _planned("native", demand, windows=windows, rail_rule="destination"),
         ),
         Plan("fast", "native", tuple(_stage_calls(stages)), stages),
+        Plan("granted", "granted", (ranks,), _planned("granted", demand)),
     ]
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import railwave
-from bench.emulated_cases import PATHS, Cluster, Plan
+from bench.emulated_cases import RUN_PATHS, Cluster, Plan
 from bench.sampling import barrier, gather
 from railwave.config import Round
 from railwave.kernels.shape import make_format, padded
@@ -44,7 +44,7 @@ class Sizes:
         return {
             **{"num_experts": topo.num_ranks, "top_k": 1, "hidden": self.hidden},
             **{"max_tokens_per_rank": self.tokens, "max_recv_rows": self.tokens},
-            "paths": PATHS,
+            "paths": RUN_PATHS,
         }
 
     def wire_bytes(self, topo: railwave.Topology) -> tuple[int, int]:
@@ -71,6 +71,7 @@ class Stamps:
         self._phase = 0
         self.into: torch.Tensor | None = None  # (2 phases, 2 ends, 2) int64, of which [..., 0]
         exchange.put, exchange.saw_arrival = self._stamped_put, self._stamped_arrival
+        self._granted, exchange.put_granted = exchange.put_granted, self._stamped_granted
 
     def new(self) -> torch.Tensor:
         """Return a place for the stamps of one call."""
@@ -87,6 +88,13 @@ class Stamps:
         if this.step == 1:
             self._stamp(0)
         self._put(load, this, **how)
+
+    def _stamped_granted(self, *loads: torch.Tensor, begin: bool, **how: Any) -> None:
+        # A handle counts what its dispatch puts, then what its combine does.
+        self._phase = int(self._exchange.put_words.storage_offset() > 0)
+        if begin:
+            self._stamp(0)
+        self._granted(*loads, begin=begin, **how)
 
     def _stamped_arrival(self, load: torch.Tensor, this: Round) -> None:
         self._saw(load, this)
@@ -131,7 +139,7 @@ class Rank:
         ids = torch.full_like(self.topk[0], (self.rank + 1) % self.on.topo.num_ranks)
         ids[self.sizes.tokens // 2 :] = -1
         want = self.x * (ids >= 0)
-        for path in PATHS:
+        for path in RUN_PATHS:
             barrier(self.device)  # what is used between calls is loaded by now, see bench.mps
             _, y = self._call(ids, path)
             barrier(self.device)
@@ -179,7 +187,7 @@ class Rank:
         row = torch.from_numpy(call[self.rank].copy())
         ids = torch.arange(len(row)).repeat_interleave(row)
         if len(ids) > self.sizes.tokens or int(call.sum(axis=0).max()) > self.sizes.tokens:
-            raise ValueError(f"--records must be at least {max(len(ids), int(call.sum(0).max()))}")
+            raise ValueError(f"--tokens must be at least {max(len(ids), int(call.sum(0).max()))}")
         rest = torch.full((self.sizes.tokens - len(ids),), -1)
         return torch.cat([ids, rest]).view(-1, 1).to(self.device)
 

@@ -51,7 +51,7 @@ def tables(rows: list[Row]) -> list[str]:
     """Return all sections as lines of markdown, those without rows left out."""
     lines = [*about(rows)]
     for make in (
-        *(replay_tables, ablation, not_best, simulator, ultraep, figure_9),
+        *(replay_tables, ablation, not_best, simulator, ultraep, zipf, figure_9),
         *(shares, packing, selector, workspace),
     ):
         made = list(make(rows))
@@ -86,6 +86,23 @@ def ultraep(rows: list[Row]) -> Iterable[str]:
         yield "### UltraEP, ms there and back, whole calls, P50 (the paper's, at its own scale)"
         yield ""
         yield from table(["layout", "case", "T*", *METHODS], _times(found, "layout", "case"))
+
+
+def zipf(rows: list[Row]) -> Iterable[str]:
+    """Tell pairs of nodes that differ: whole calls, and the network alone over T*."""
+    found = of_family(rows, "zipf")
+    if found:
+        yield "### Pairs that differ, Zipf(2), ms there and back, whole calls, P50"
+        yield ""
+        yield from table(["layout", "seed", "T*", *METHODS], _times(found, "layout", "seed"))
+        yield ""
+        yield "Network alone over T*, P50:"
+        yield ""
+        body = []
+        for key, group in grouped(found, "layout", "seed").items():
+            of = {row["method"]: row["network"]["median_us"] / row["bound_us"] for row in group}
+            body.append([*key, *(f"{of[name]:.3f}" if name in of else "" for name in METHODS)])
+        yield from table(["layout", "seed", *METHODS], body)
 
 
 def figure_9(rows: list[Row]) -> Iterable[str]:

@@ -96,20 +96,22 @@ def test_a_case_without_a_gpu_end_to_end(tmp_path, capfd):
     """Two PEs, a case of most families; then nothing is left to do; then the tables."""
     out = tmp_path / "results.jsonl"
     sizes = ["--nodes", "2", "--gpus", "1", "--tokens", "6", "--hidden", "16", "--nic-gbs", "1e-4"]
-    asked = ["--families", "replay", "shares", "packing", "workspace", "--layouts", "h800"]
-    asked += ["--methods", "native", "joint", "--cases", "1", "--samples", "1"]
+    asked = ["--families", "replay", "zipf", "shares", "packing", "workspace", "--layouts", "h800"]
+    asked += ["--methods", "native", "joint", "granted", "--cases", "1", "--samples", "1"]
     command = ["emulated", *sizes, *asked, "--device", "cpu", "--out", str(out)]
     assert run.main(command) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["family"], row["method"]) for row in rows] == [
-        *(("replay", "native"), ("replay", "joint"), ("shares", "native"), ("shares", "joint")),
+        *(("replay", "native"), ("replay", "joint"), ("replay", "granted")),
+        *(("zipf", "native"), ("zipf", "joint"), ("zipf", "granted")),
+        *(("shares", "native"), ("shares", "joint")),
         *(("packing", "pipelined"), ("packing", "sequential"), ("workspace", "railwave")),
     ]
-    for row in rows[:2]:
+    for row in rows[:6]:
         assert row["bound_us"] <= row["network"]["median_us"] < row["whole"]["median_us"]
         assert row["bound_us"] <= row["network_model_us"] < row["predicted_us"]
         assert row["data_path_us"] > 0 and "p99_us" not in row["whole"]
-    assert rows[2]["transmit"] == rows[2]["receive"] == [1.0]
+    assert rows[6]["transmit"] == rows[6]["receive"] == [1.0]
     capfd.readouterr()
     assert run.main(command) == 0
     assert "has every row of slice 1/1" in capfd.readouterr().err

@@ -106,7 +106,7 @@ def _granted(sums: _Sums, this: Round) -> Stages:
                 _reduce(sums, later, tell=True)
     loads = handle.in_load, handle.out_load
     words, waves = sums.sum_words, len(packs) if more else 0
-    yield from granted(pe, *loads, this, record_words=words, packs=waves)
+    yield from granted(pe, *loads, record_words=words, packs=waves)
     if more:
         pe.join()
 

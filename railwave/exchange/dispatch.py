@@ -99,7 +99,7 @@ def _granted(moves: Moves, this: Round) -> Stages:
                 moves.pack(later, beside=True)
     words = moves.call.fmt.RECORD_WORDS
     loads = handle.out_load, handle.in_load
-    yield from granted(pe, *loads, this, record_words=words, packs=len(packs))
+    yield from granted(pe, *loads, record_words=words, packs=len(packs))
     if packs[1:]:
         pe.join()
     yield partial(pe.arrived_waits, handle.in_load, this)

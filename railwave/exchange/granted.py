@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from railwave.config import Round
 from railwave.exchange.pe import Exchange, Late, News, Stages, Wait
 
 WORDS = ("granted", "landed", "back", "packed")
@@ -21,7 +20,6 @@ def granted(
     pe: Exchange,
     send_load: torch.Tensor,
     recv_load: torch.Tensor,
-    this: Round,
     *,
     record_words: int,
     packs: int = 0,
@@ -31,14 +29,19 @@ def granted(
     Args:
         send_load, recv_load: (N, G) int32, records that each PE of this node puts to each node, and
             that each PE of each node puts to this one.
-        this: the phase's one round.
         packs: steps of packed that say that records are there: those of one more wave each, and of
             all with the last; 0: they are there.
     """
     begin, before = True, [[0] * pe.grants.shape[1] for _ in pe.grants]
     while True:
         seen = {name: pe.words(name).clone() for name in WORDS} if not pe.persists else {}
-        _launch(pe, send_load, recv_load, this, record_words, packs, begin=begin)
+        pe.put_granted(
+            *(send_load, recv_load),
+            record_words=record_words,
+            packs=packs,
+            begin=begin,
+            most_steps=0 if pe.persists else ONE_STEP,
+        )
         if pe.persists:
             return
         knows = pe.grants.tolist()
@@ -48,37 +51,6 @@ def granted(
             return
         yield partial(_waits, pe, seen, knows)
         before, begin = knows, False
-
-
-def _launch(
-    pe: Exchange,
-    send_load: torch.Tensor,
-    recv_load: torch.Tensor,
-    this: Round,
-    record_words: int,
-    packs: int,
-    *,
-    begin: bool,
-) -> None:
-    layout, tiles = pe.heap.layout, pe.config.tiles
-    pe.kernels.granted.granted(
-        *(pe.grants, pe.heap.bases, pe.state, pe.put_words, send_load, recv_load, pe.rail_mates),
-        me=pe.pe,
-        send_off=layout["send"],
-        recv_off=layout["recv"],
-        **{f"{name}_off": layout[name] for name in ("arrived", *WORDS)},
-        port_off=layout["ports"] if pe.config.shape.EMULATED else 0,
-        begin=begin,
-        packs=packs,
-        most_steps=0 if pe.persists else ONE_STEP,
-        record_words=record_words,
-        least_bytes=pe.config.of_a_rail(tiles.granted_bytes),
-        part_bytes=pe.config.of_a_rail(tiles.part_bytes),
-        patience_ns=tiles.patience_ns,
-        shape=pe.config.shape,
-        block_w=tiles.block_put,
-        warps=tiles.warps,
-    )
 
 
 def _waits(

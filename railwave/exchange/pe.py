@@ -340,6 +340,39 @@ class Exchange:
             warps=self.config.tiles.warps,
         )
 
+    def put_granted(
+        self,
+        send_load: torch.Tensor,
+        recv_load: torch.Tensor,
+        *,
+        record_words: int,
+        packs: int,
+        begin: bool,
+        most_steps: int,
+    ) -> None:
+        """Put this PE's records as they are granted, and grant others theirs; or go on with it."""
+        layout, tiles = self.heap.layout, self.config.tiles
+        words = ("arrived", "granted", "landed", "back", "packed")
+        self.kernels.granted.granted(
+            *(self.grants, self.heap.bases, self.state, self.put_words, send_load, recv_load),
+            self.rail_mates,
+            me=self.pe,
+            send_off=layout["send"],
+            recv_off=layout["recv"],
+            **{f"{name}_off": layout[name] for name in words},
+            port_off=layout["ports"] if self.config.shape.EMULATED else 0,
+            begin=begin,
+            packs=packs,
+            most_steps=most_steps,
+            record_words=record_words,
+            least_bytes=self.config.of_a_rail(tiles.granted_bytes),
+            part_bytes=self.config.of_a_rail(tiles.part_bytes),
+            patience_ns=tiles.patience_ns,
+            shape=self.config.shape,
+            block_w=tiles.block_put,
+            warps=tiles.warps,
+        )
+
     def forward(self) -> None:
         """Pass what came along the own rail on to the node."""
         layout = self.heap.layout
