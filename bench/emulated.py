@@ -72,6 +72,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="cuda", help="cpu: interpreted, to try the program")
 
 
+def default_out(options: argparse.Namespace) -> Path | None:
+    """Return the file of a slice where none is named; none for what a CPU tries out.
+
+    Example:
+        >>> default_out(argparse.Namespace(device="cuda", slice="1/4")).name
+        'emulated-1-of-4.jsonl'
+    """
+    name = f"emulated-{options.slice.replace('/', '-of-')}.jsonl"
+    return Path(__file__).parent / "results" / name if options.device != "cpu" else None
+
+
 def start(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run this benchmark in a process a PE, under MPS on a GPU; return an exit code.
 

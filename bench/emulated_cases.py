@@ -44,6 +44,7 @@ METHODS = (
     *(*PATHS, "permutation, a call a wave", "joint, a call a wave", "nccl-like", "fast"),
     "granted",
 )
+TRACE_LAYERS = 24
 DEEP_LAYERS = 6  # spread over the skew
 DEEP_SAMPLES, SAMPLES = 100, 20
 # Median latencies of one 56 MiB case of Figure 9.
@@ -181,7 +182,7 @@ def all_cases(
         clusters: by layout.
         records: of a node in a layer of a replay.
         samples: of each case; None for DEEP_SAMPLES and SAMPLES.
-        trace: (layers, experts) recorded loads, or None.
+        trace: (layers, experts) recorded loads, of which the first 24 are run, or None.
     """
     few, many = samples or SAMPLES, samples or DEEP_SAMPLES
     loads = standin_loads(seed=0, records=records)
@@ -196,7 +197,7 @@ def all_cases(
     for rate in (0.5, 2.0):
         cases += replays(on, loads, "stand-in", deep, few, rate)
     if trace is not None:
-        scaled = torch.stack([apportion(records, row) for row in trace])
+        scaled = torch.stack([apportion(records, row) for row in trace[:TRACE_LAYERS]])
         cases += replays(on, scaled, "trace", list(range(len(scaled))), few, 1.0)
     if "h20" in clusters:
         cases += replays(clusters["h20"], loads, "stand-in", deep, few, 1.0)

@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             return exchange.start(options, sys.argv[1:] if argv is None else argv)
         results = exchange.measure(options, device)
     elif options.command == "emulated":
+        options.out = options.out or emulated.default_out(options)
         if not exchange.is_rank():
             try:
                 return emulated.start(options, sys.argv[1:] if argv is None else argv)

@@ -292,12 +292,13 @@ def replays(rank, nodes, num_replays, wire, more):
     torch.cuda.synchronize()
     assert run.wrong.item() == 0
     dist.barrier()
-    for out, path in (("copy", "joint"), ("view", "native")):
+    captured_calls = (("copy", "joint"), ("view", "native"), ("copy", "granted"))
+    for out, path in captured_calls:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call(out, path)
         captured = dict(got)
-        for turn in range(num_replays // 2):
+        for turn in range(-(-num_replays // len(captured_calls))):
             run.refill()
             if turn % 100 == 50:  # calls that are not captured, in between
                 call(out, path)
