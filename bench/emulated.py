@@ -31,7 +31,7 @@ from bench import emulated_extras as extras
 from bench import exchange, routed
 from bench.emulated_cases import (
     METHODS,
-    RUN_PATHS,
+    PATH_OF,
     SAMPLES,
     Case,
     Cluster,
@@ -46,7 +46,7 @@ from bench.sampling import first, summary
 from railwave.config import COMPILED, Config
 
 FAMILIES = ("replay", "ultraep", "zipf", "figure 9", *extras.FAMILIES)
-LAYOUTS = ("h800", "h20")
+LAYOUTS = ("h800", "wide", "h20")
 DATA_PATH_SAMPLES = 3
 LEAST_S = {"selector": 200.0}  # that a family is begun with, if there is a GPU
 ROOM = 256 << 20  # bytes of NVSHMEM's own, a process
@@ -104,9 +104,9 @@ def symmetric_bytes(options: argparse.Namespace, cases: list[Case]) -> int:
     sizes = ROOM
     for on in clusters(options).values():
         if any(layout == on.layout for layout, _ in here):
-            sizes += _config(on, _sizes(options).declared(on.topo)).layout.size
+            sizes += _config(on, _sizes(options, on).declared(on)).layout.size
         if (on.layout, True) in here:
-            _, declared = extras.selector_sizes(options.tokens, _sizes(options), on)
+            _, declared = extras.selector_sizes(options.tokens, _sizes(options, on), on)
             sizes += _config(on, declared).layout.size
     return -(-sizes // GRAIN) * GRAIN
 
@@ -121,8 +121,13 @@ def _config(on: Cluster, declared: dict[str, Any]) -> Config:
     return Config(on.topo, dtype=torch.bfloat16, nic_gbs=1.0, tiles=COMPILED, **declared)
 
 
-def _sizes(options: argparse.Namespace) -> Sizes:
-    return Sizes(options.tokens, options.hidden)
+def _sizes(options: argparse.Namespace, on: Cluster) -> Sizes:
+    return Sizes(max(1, options.tokens // on.part), options.hidden)
+
+
+def _asked(options: argparse.Namespace, on: Cluster) -> list[str]:
+    """List the methods that are asked for and that a layout has."""
+    return [method for method in options.methods if PATH_OF[method] in on.paths]
 
 
 def work(options: argparse.Namespace) -> list[Case]:
@@ -135,7 +140,8 @@ def work(options: argparse.Namespace) -> list[Case]:
     on = clusters(options)
     listed = {**on, "h800": cluster("h800", options.nodes, options.gpus, options.nic_gbs)}
     cases = all_cases(listed, options.tokens, options.samples, trace)
-    cases += extras.cases(listed, options.tokens, options.samples or SAMPLES)
+    paper = {layout: one for layout, one in listed.items() if layout != "wide"}
+    cases += extras.cases(paper, options.tokens, options.samples or SAMPLES)
     counts: dict[tuple[str, str], int] = {}
     kept = []
     for case in cases:
@@ -198,8 +204,10 @@ def row_key(row: dict[str, Any]) -> str:
 def _left(options: argparse.Namespace, done: set[str]) -> list[Case]:
     """List the cases of the slice that lack a row."""
 
+    on = clusters(options)
+
     def is_done(case: Case) -> bool:
-        methods = extras.methods(case, options.methods)
+        methods = extras.methods(case, _asked(options, on[case.about["layout"]]))
         return all(row_key({"case_key": case.key, "method": one}) in done for one in methods)
 
     return [case for case in work(options) if not is_done(case)]
@@ -213,14 +221,14 @@ def _on_cluster(
     until: float,
 ) -> Iterator[dict[str, Any]]:
     """Make a world of one layout; yield the rows of its cases while there is time."""
-    most = dict.fromkeys(RUN_PATHS, 1)
+    most = dict.fromkeys(on.paths, 1)
     made = {}
     for case in cases:
         wanted = plans(case) if extras.needs_plans(case) else []
-        made[case.key] = [p for p in wanted if p.method in options.methods]
+        made[case.key] = [p for p in wanted if p.method in _asked(options, on)]
         for plan in made[case.key]:
             most[plan.path] = max(most[plan.path], len(plan.calls))
-    rank, empty, slowest_s = Rank(on, _sizes(options), device, most), {}, 0.0
+    rank, empty, slowest_s = Rank(on, _sizes(options, on), device, most), {}, 0.0
     try:
         empty = empty_calls(rank, min(SAMPLES, options.samples or SAMPLES))
         for number, case in enumerate(cases):
@@ -241,7 +249,7 @@ def _on_cluster(
 def empty_calls(rank: Rank, samples: int) -> dict[str, float]:
     """Measure a call of each path in which nobody sends anything; medians, in microseconds."""
     nothing = torch.zeros(rank.on.topo.num_ranks, rank.on.topo.num_ranks, dtype=torch.int64).numpy()
-    empties = [Plan(path, path, (nothing,), None) for path in RUN_PATHS]
+    empties = [Plan(path, path, (nothing,), None) for path in rank.on.paths]
     times = rank.sample(empties, samples, rank.on.nic_gbs)
     return {
         plan.path: summary(of.whole_us)["median_us"]

@@ -44,6 +44,9 @@ METHODS = (
     *(*PATHS, "permutation, a call a wave", "joint, a call a wave", "nccl-like", "fast"),
     "granted",
 )
+PATH_OF = dict(
+    zip(METHODS, (*PATHS, "permutation", "joint", "native", "native", "granted"), strict=True)
+)
 TRACE_LAYERS = 24
 DEEP_LAYERS = 6  # spread over the skew
 DEEP_SAMPLES, SAMPLES = 100, 20
@@ -55,9 +58,11 @@ PAPER_HIGH_HIGH_MS = {"rail": 73.28, "permutation": 10.96, "joint": 4.11}
 class Cluster:
     """Hold a layout and the rate of its NICs: the paper's, scaled."""
 
-    layout: str  # h800: a NIC a GPU; h20: two GPUs a NIC, of twice the rate
+    layout: str  # h800: a NIC a GPU; h20: two GPUs a NIC, of twice the rate; wide: a GPU a node
     topo: Topology
     nic_gbs: float
+    paths: tuple[str, ...] = RUN_PATHS
+    part: int = 1  # ranks have room for 1 / part of a node's tokens
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,9 @@ def cluster(layout: str, nodes: int, gpus: int, nic_gbs: float) -> Cluster:
     """
     if layout == "h800":
         return Cluster(layout, Topology(nodes, gpus, gpus), nic_gbs)
+    if layout == "wide":  # native and rail would have too many programs that wait for so many peers
+        few = ("permutation", "joint", "granted")
+        return Cluster(layout, Topology(nodes * gpus, 1, 1), nic_gbs, few, part=4)
     return Cluster(layout, Topology(nodes, gpus, max(1, gpus // 2)), nic_gbs * min(2, gpus))
 
 
@@ -166,7 +174,9 @@ def zipf(on: Cluster, records: int, samples: int, seeds: int = 2) -> Iterator[Ca
     for seed in range(seeds):
         pairs = zipf_pairs(N, seed)
         busiest = max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max())
-        per_gpu = np.ceil(pairs * (max(1, records // 4) / busiest)).astype(np.int64)
+        per_gpu = pairs * max(1, records // 4) // busiest
+        if not per_gpu.any():
+            per_gpu = (pairs == pairs.max()).astype(np.int64)
         per_gpu = per_gpu[:, :, None].repeat(G, axis=2)
         demand = Demand(per_gpu.transpose(0, 2, 1), per_gpu, on.topo)
         about = {"family": "zipf", "layout": on.layout, "rate": 1.0, "seed": seed}
@@ -199,6 +209,8 @@ def all_cases(
     if trace is not None:
         scaled = torch.stack([apportion(records, row) for row in trace[:TRACE_LAYERS]])
         cases += replays(on, scaled, "trace", list(range(len(scaled))), few, 1.0)
+    if "wide" in clusters:
+        cases += zipf(clusters["wide"], records, few)
     if "h20" in clusters:
         cases += replays(clusters["h20"], loads, "stand-in", deep, few, 1.0)
     return cases

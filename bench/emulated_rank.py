@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import railwave
-from bench.emulated_cases import RUN_PATHS, Cluster, Plan
+from bench.emulated_cases import Cluster, Plan
 from bench.sampling import barrier, gather
 from railwave.config import Round
 from railwave.kernels.shape import make_format, padded
@@ -39,12 +39,12 @@ class Sizes:
     hidden: int
     deadline_s: float = 120.0
 
-    def declared(self, topo: railwave.Topology) -> dict[str, Any]:
+    def declared(self, on: Cluster) -> dict[str, Any]:
         """Return the arguments of a `Communicator`: an expert a rank, top-1, bfloat16."""
         return {
-            **{"num_experts": topo.num_ranks, "top_k": 1, "hidden": self.hidden},
+            **{"num_experts": on.topo.num_ranks, "top_k": 1, "hidden": self.hidden},
             **{"max_tokens_per_rank": self.tokens, "max_recv_rows": self.tokens},
-            "paths": RUN_PATHS,
+            "paths": on.paths,
         }
 
     def wire_bytes(self, topo: railwave.Topology) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class Rank:
         self.warm_ups = WARM_UPS if self.on_gpu else 0  # interpreted times are no matter
         self.rw = railwave.Communicator(
             on.topo,
-            **sizes.declared(on.topo),
+            **sizes.declared(on),
             nic_gbs=on.nic_gbs,
             device=device,
             deadline_s=sizes.deadline_s,
@@ -139,7 +139,7 @@ class Rank:
         ids = torch.full_like(self.topk[0], (self.rank + 1) % self.on.topo.num_ranks)
         ids[self.sizes.tokens // 2 :] = -1
         want = self.x * (ids >= 0)
-        for path in RUN_PATHS:
+        for path in self.on.paths:
             barrier(self.device)  # what is used between calls is loaded by now, see bench.mps
             _, y = self._call(ids, path)
             barrier(self.device)

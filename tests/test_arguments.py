@@ -290,10 +290,12 @@ def test_waiting_programs_leave_room_on_a_shared_gpu():
     check_fit(Config(topo=topo, **SMALL), sharing=8, programs=16)
     check_fit(Config(topo=topo, **SMALL), sharing=1, programs=1)
     check_fit(Config(topo=topo, paths=("joint",), **SMALL), sharing=8, programs=1)
-    with pytest.raises(
-        ValueError, match=r"paths must be without granted, native, rail where 32 ranks"
-    ):
+    with pytest.raises(ValueError, match=r"paths must be without native, rail where 32 ranks"):
         check_fit(Config(topo=topo, **SMALL), sharing=32, programs=4)
+    check_fit(Config(topo=topo, paths=("granted",), **SMALL), sharing=32, programs=4)
+    with pytest.raises(ValueError, match=r"paths must be without granted where 32 ranks"):
+        topo = Topology(8, 2, 1)
+        check_fit(Config(topo=topo, paths=("granted",), **SMALL), sharing=32, programs=4)
 
 
 @pytest.mark.parametrize("wire", ["tcp", "nvshmem", 1])

@@ -84,6 +84,22 @@ def test_slices_are_parts_of_the_whole_and_cost_about_the_same():
             emulated.work(options_of("--slice", text))
 
 
+def test_a_gpu_a_node_has_pairs_that_differ_and_no_path_of_all_peers_at_once():
+    options = options_of("--layouts", "wide")
+    on = emulated.clusters(options)["wide"]
+    assert on.topo.nodes == 32 and not {"native", "rail"} & set(on.paths)
+    cases = emulated.work(options)
+    assert [case.about["family"] for case in cases] == ["zipf", "zipf"]
+    for case in cases:
+        asked = emulated._asked(options, on)
+        made = [plan for plan in emulated_cases.plans(case) if plan.method in asked]
+        assert {plan.path for plan in made} == set(on.paths)
+        sent = made[0].calls[0]
+        most = max(sent.sum(axis=0).max(), sent.sum(axis=1).max())
+        assert 900 < most <= emulated._sizes(options, on).tokens == 1024
+    assert emulated.symmetric_bytes(options, cases) < 2 << 30
+
+
 def test_room_is_asked_for_what_the_slice_has():
     found = []
     for family in ("shares", "selector"):
