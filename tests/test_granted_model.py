@@ -252,9 +252,14 @@ DEMANDS = {
 }
 
 
-@pytest.mark.parametrize("outstanding", [1, 2])
-@pytest.mark.parametrize("fault", ["none", "dead", "late"])
-@pytest.mark.parametrize("demand", DEMANDS)
+LONG = ("2 to 2", "late", 2)  # most states by far: `make soak`
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.soak] if case == LONG else [])
+    for case in itertools.product(DEMANDS, ("none", "dead", "late"), (1, 2))
+]
+
+
+@pytest.mark.parametrize("demand, fault, outstanding", CASES)
 def test_whatever_happens_the_others_get_all_their_chunks(demand, fault, outstanding):
     """Any node may stop at any moment, and any receiver give it up at any moment after that."""
     assert search(Model(DEMANDS[demand], outstanding, fault)) > 10
