@@ -58,7 +58,7 @@ def test_a_rank_that_cannot_compile_is_an_error_on_all(world):
 
 def test_one_rank_a_path_goes_first(world):
     gone = []
-    for rank, first in ((0, "native"), (3, "joint"), (4, None)):
+    for rank, first in ((0, "native"), (3, "joint"), (4, "granted"), (5, None)):
         rehearsal = Rehearsal(world._exchanges[rank])
         rehearsal._declared = lambda paths: gone.append(tuple(paths))
         rehearsal.all_declared(lambda said: ["host"] * 6 if said else [""] * 6)
