@@ -118,19 +118,25 @@ def _say(bases_ptr, me, pe, word_off, value, S: tl.constexpr):
 
 
 @helper
+def _put_chunks(n, S: tl.constexpr):
+    """Return the chunks of `put` of n records: `wire.chunks_of` for many n at once."""
+    return tl.minimum(cdiv(n, S.CHUNK), S.CHUNKS)
+
+
+@helper
 def _pieces(n, words, S: tl.constexpr, RECORD_WORDS: tl.constexpr):
     """Return how many of `put`'s chunks of n records hold at least so many words, or are all.
 
     Example: 9 records of 16 words are 4 chunks with CHUNK 2, CHUNKS 4: of 70 words, 2.
     """
-    chunks = tl.minimum(cdiv(n, S.CHUNK), S.CHUNKS)
+    chunks = _put_chunks(n, S)
     return tl.minimum(cdiv(words * chunks, tl.maximum(n, 1) * RECORD_WORDS), chunks)
 
 
 @helper
 def _run(n, least_words, S: tl.constexpr, RECORD_WORDS: tl.constexpr):
     """Return of how many of `put`'s chunks a granted one of n records is made."""
-    chunks = tl.minimum(cdiv(n, S.CHUNK), S.CHUNKS)
+    chunks = _put_chunks(n, S)
     least = _pieces(n, least_words, S, RECORD_WORDS)
     return tl.maximum(tl.maximum(cdiv(chunks, CHUNKS_A_SLICE), least), 1)
 
@@ -163,13 +169,13 @@ def _begin(
     mask = (g >= 0) & (s < S.N) & (s != node)
     n = tl.load(recv_load_ptr + s * S.G + g, mask=mask, other=0).to(tl.int64) * receives
     run = _run(n, least_words, S, RECORD_WORDS)
-    chunks = cdiv(tl.minimum(cdiv(n, S.CHUNK), S.CHUNKS), run)
+    chunks = cdiv(_put_chunks(n, S), run)
     tl.store(_row(table_ptr, CHUNKS_IN, S) + q, chunks)
     d = iota(S.N_P)
     mask = (d < S.N) & (d != node)
     n = tl.load(send_load_ptr + d * S.G + local, mask=mask, other=0).to(tl.int64)
     run = _run(n, least_words, S, RECORD_WORDS)
-    chunks = cdiv(tl.minimum(cdiv(n, S.CHUNK), S.CHUNKS), run)
+    chunks = cdiv(_put_chunks(n, S), run)
     tl.store(_row(table_ptr, CHUNKS_OUT, S) + d, chunks)
     tl.store(_row(table_ptr, RUN, S) + d, run)
     part = tl.maximum(_pieces(n, part_words, S, RECORD_WORDS), 1)
