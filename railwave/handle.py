@@ -63,6 +63,7 @@ class Handle:
     # With gradients, a tensor without elements: its gradient function is the dispatch's, so that a
     # combine leads there on every rank, whatever the rank received.
     anchor: torch.Tensor | None = None
+    recorded: Any = None  # where its tables are, if its dispatch repeated one, see `recorded`
 
     def __reduce__(self) -> Any:
         raise TypeError("a handle cannot be copied or pickled: it belongs to the object it is from")

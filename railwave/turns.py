@@ -14,7 +14,7 @@ class Turns:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Stream | None = None  # of the last call
+        self.last: torch.cuda.Stream | None = None  # of the last call
         self._captured: torch.cuda.Stream | None = None  # of the last one that was captured
 
     def check(self, stream: Any) -> None:
@@ -50,13 +50,13 @@ class Turns:
             here.wait_stream(caller)
         with torch.cuda.stream(here):
             capturing = torch.cuda.is_current_stream_capturing()
-            before = self._captured if capturing else self._last
+            before = self._captured if capturing else self.last
             if before is not None and before != here and (not capturing or _captures(before)):
                 here.wait_stream(before)
             if capturing:
                 self._captured = here
             else:
-                self._last = here
+                self.last = here
                 if here != caller:
                     record(used, here)
             yield capturing

@@ -317,6 +317,46 @@ def replays(rank, nodes, num_replays, wire, more):
     rw.close()
 
 
+def repeats(rank, nodes, wire):
+    """Call over and over with other tensors: from the third call on launches are repeated."""
+    ranks, turns = 8, 12
+    topo = railwave.Topology(nodes, ranks // nodes, ranks // nodes)
+    sizes = {"num_experts": 2 * ranks, "hidden": 64, "max_tokens_per_rank": 32}
+    rw = init(topo, rank, **sizes, wire=wire)
+    run, before = Replayed(rw, 32, 64, 3), None
+    run.refill()
+    for tokens in (32, 0):  # whatever is loaded at its first use is loaded now
+        received = rw.dispatch(run.x[:tokens], run.ids[:tokens], run.weights[:tokens])
+        y = rw.combine(received.x, received.handle)
+    received = rw.dispatch(run.x, run.ids, run.weights, static_shapes=True)
+    run.check(received, rw.combine(received.x, received.handle))
+    torch.cuda.synchronize()
+    dist.barrier()
+    for path, out in (("joint", "copy"), ("native", "view"), ("joint", "view")):
+        for _ in range(turns):
+            run.refill()
+            mine = [tensor.clone() for tensor in (run.x, run.ids, run.weights)]
+            received = rw.dispatch(*mine, path=path, static_shapes=True, out=out)
+            mine[0].zero_()  # its memory may be anybody's now
+            x = received.x.clone() if out == "view" else received.x
+            y = rw.combine(received.x, received.handle)
+            run.check(replace(received, x=x), y)
+            if before:  # an earlier handle's tables are its own
+                run.wrong += (rw.combine(before[0], before[1]) != before[2]).sum()
+            before = (x, received.handle, y)
+    rw.check()
+    assert run.wrong.item() == 0
+    assert rw._recorded.repeats >= 3 * 2 * (turns - 4)
+    assert sum(row.put_bytes for row in received.handle.stats().rows) > 0
+    dist.barrier()
+    rw.close()
+
+
+@pytest.mark.parametrize("nodes, wire", [(2, None), (4, "nvshmem")])
+def test_calls_are_launched_as_they_were_before_with_other_tensors(nodes, wire):
+    run_all(repeats, 8, nodes, wire, timeout_s=200)
+
+
 @pytest.mark.parametrize(
     "nodes, wire, more",
     [

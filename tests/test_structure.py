@@ -37,6 +37,8 @@ LAYERS = [
     "tracing",
     "exchange",
     "turns",
+    "recording",
+    "recorded",
     "autograd",
     "_uncompiled",
     "compiled",

@@ -66,6 +66,17 @@ def _trace(package: str) -> None:
     sys.modules[f"{package}.lang"].around_launch = around  # type: ignore[attr-defined]
 
 
+def tell_launches(told: Callable[..., None] | None, *, interpret: bool = False) -> None:
+    """Tell of every launch of one mode from now on; None: no more.
+
+    Args:
+        told: called after it with the kernel that is loaded, its grid, arguments and constants.
+    """
+    load(interpret=interpret)
+    package = _INTERPRETED if interpret else __name__
+    sys.modules[f"{package}.lang"].on_launch = told  # type: ignore[attr-defined]
+
+
 def initialise_modules() -> None:
     """Let every compiled kernel that calls NVSHMEM, which runs by now, do so once it is loaded."""
     kernels = load(interpret=False)

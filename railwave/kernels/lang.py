@@ -13,6 +13,7 @@ is compiled loses those types (`_evaluated_once`).
 
 import re
 import time
+from functools import partial
 from inspect import signature
 
 import triton
@@ -25,6 +26,9 @@ INTERPRET = __name__.endswith(".interpreted.lang")
 # Called around every launch while a trace is taken, see `railwave.tracing`: a context manager of a
 # kernel's name and its scalar arguments.
 around_launch = None
+# Told of every launch while a call is recorded, see `railwave.recording`: the loaded kernel, its
+# grid, its arguments and its constants.
+on_launch = None
 
 
 def _launch(kernel, names, args, launch):
@@ -52,6 +56,8 @@ def jit(fn):
         class Interpreted(InterpretedFunction):
             def run(self, *args, **options):
                 run = super().run
+                if on_launch is not None:
+                    on_launch(partial(run, **options), (*options["grid"], 1, 1)[:3], args, [])
                 return _launch(self, self.arg_names, args, lambda: run(*args, **options))
 
         kernel = Interpreted(fn)
@@ -88,13 +94,15 @@ class _Kernel(triton.JITFunction):
             key += (args[i].dtype, args[i].data_ptr() % 16)
         # Which libraries are linked, the constants say (`Shape.REMOTE`).
         key = (args[self._pointers[0]].device, *key)
-        kernel = self._variants.get(key)
+        kernel, sizes = self._variants.get(key), (*grid, 1, 1)[:3]
+        constants = [options[name] for name in self._constants]
         if kernel is None:
             kernel = super().run(*args, grid=grid, warmup=warmup, enable_fp_fusion=False, **options)
             self._variants[key] = kernel
-            return kernel
-        constants = [options[name] for name in self._constants]
-        kernel[(*grid, 1, 1)[:3]](*args, *constants)
+        else:
+            kernel[sizes](*args, *constants)
+        if on_launch is not None:
+            on_launch(kernel, sizes, args, constants)
         return kernel
 
 

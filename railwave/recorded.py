@@ -1,0 +1,244 @@
+"""Calls with static shapes on a GPU, launched as one of their kind was before: see `recording`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from railwave import tracing
+from railwave.exchange import Exchange
+from railwave.handle import Handle, Received
+from railwave.kernels import tell_launches
+from railwave.recording import Recording, Tape, View
+from railwave.turns import Turns
+
+MOST_KINDS = 256  # that are remembered; then the oldest is forgotten
+_SEEN = "called once"
+_ANEW = ("epoch", "serial", "stream", "recorded")  # fields that differ from handle to handle
+_SHARED = ("topk_idx", "topk_weights", "counts")  # that a handle keeps of what its caller has
+_PLAIN = (str, bool, type(None), torch.dtype)
+
+_numbers = itertools.count()
+
+
+class _Dispatch(NamedTuple):
+    number: int
+    recording: Recording
+    fields: dict[str, Any]  # of its handles, alike in all
+    tables: dict[str, View]  # of its handles, in the piece for tables
+    whole: dict[str, int]  # of its `Received`, and counts: pieces
+    parts: dict[str, View]  # of its `Received`: of pieces
+    where_rows_arrive: tuple[torch.Tensor, Any, Any, int] | None  # x, where it is a view
+
+
+class _Combine(NamedTuple):
+    recording: Recording
+    y: View
+
+
+class Memory(NamedTuple):
+    """What a repeated dispatch made for its handle."""
+
+    kind: _Dispatch
+    tables: torch.Tensor
+
+
+class RecordedHandle(Handle):
+    """A handle whose tables are views of one tensor, made when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        memory = self.__dict__.get("recorded")
+        view = memory and memory.kind.tables.get(name)
+        if view is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        table = self.__dict__[name] = view.of(memory.tables)
+        return table
+
+
+class Recorded:
+    """The kinds of calls that one rank remembers.
+
+    A kind is what a call's launches follow from, beside addresses: shapes, strides, dtypes and
+    alignment of what is given, and every other argument. The first call of a kind is an ordinary
+    one, as is the second, in which launches are taken down; from the third on they are repeated.
+    """
+
+    def __init__(self, exchange: Exchange, turns: Turns) -> None:
+        self.repeats = 0  # calls that were launched so
+        self._exchange, self._turns, self._device = exchange, turns, exchange.device
+        self._kinds: dict[Any, Any] = {}  # `_Dispatch` or `_Combine`; _SEEN; "": never to be
+        region = exchange.heap.region(exchange.pe, "rows", torch.uint8)
+        self._rows = range(region.data_ptr(), region.data_ptr() + region.numel())
+
+    def kind_of_dispatch(self, given: Sequence[Any], **form: Any) -> Any:
+        """Return what a dispatch's launches follow from; None: it is not to be recorded.
+
+        Args:
+            given: x, topk_idx and topk_weights.
+            form: all other arguments.
+        """
+        if form.get("static_shapes") is not True or form.get("extras"):
+            return None
+        if form.get("expert_alignment") is not None:
+            return None  # sets values in new tensors
+        words = [form.get(name) for name in ("path", "out", "zero_padding", "grads")]
+        return self._kind(words, given, there=False)
+
+    def kind_of_combine(self, out: Any, handle: Any, *words: Any) -> Any:
+        """Return the same of a combine of a repeated dispatch.
+
+        Args:
+            words: all other arguments.
+        """
+        memory = getattr(handle, "recorded", None)
+        if memory is None or handle.exchange is not self._exchange:
+            return None
+        if handle.stream != self._turns.last:
+            return None
+        return self._kind(words, (out,), there=True, number=memory.kind.number)
+
+    def _kind(
+        self, words: Sequence[Any], given: Sequence[Any], *, there: bool, number: int = -1
+    ) -> Any:
+        """Return a hashable kind; `there`: what is given may be what a dispatch handed out."""
+        kind: list[Any] = [number, *words]
+        if not all(isinstance(word, _PLAIN) for word in words):
+            return None
+        for tensor in given:
+            if type(tensor) is not torch.Tensor or tensor.device != self._device:
+                return None
+            address = tensor.data_ptr()
+            if address in self._rows and not (there and address == self._rows.start):
+                return None
+            if tensor.is_neg() or tensor.is_complex():
+                return None
+            kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+            kind += (address % 16, address == self._rows.start)
+        return tuple(kind)
+
+    def dispatch(self, kind: Any, given: Sequence[torch.Tensor]) -> Received | None:
+        """Repeat a dispatch; None where it must be an ordinary one."""
+        kept = self._kept(kind)
+        if kept is None:
+            return None
+        return self._received(kept, self._play(kept.recording, given, kept.fields["path"]))
+
+    def _received(self, kept: _Dispatch, pieces: list[torch.Tensor]) -> Received:
+        """Return what a repeated dispatch hands out, which is in these pieces of memory."""
+        pe, anew = self._exchange, vars(handle := RecordedHandle.__new__(RecordedHandle))
+        shared = {name: pieces[i] for name, i in kept.whole.items()}
+        parts = {name: view.of(pieces[view.piece]) for name, view in kept.parts.items()}
+        anew.update(kept.fields)
+        anew.update(epoch=pe.epoch, serial=pe.serial, stream=self._turns.last)
+        anew.update((name, shared[name]) for name in _SHARED)
+        anew["recorded"] = Memory(kept, pieces[-1])
+        del shared["counts"]
+        if kept.where_rows_arrive:
+            region, *form = kept.where_rows_arrive
+            parts["x"] = region.as_strided(*form)
+        return Received(handle=handle, **shared, **parts)
+
+    def combine(self, kind: Any, out: torch.Tensor, handle: Any) -> torch.Tensor | None:
+        """Repeat a combine; None where it must be an ordinary one."""
+        kept = self._kept(kind)
+        if kept is None:
+            return None
+        pieces = self._play(kept.recording, (out, handle.recorded.tables), handle.path)
+        return kept.y.of(pieces[kept.y.piece])
+
+    def _kept(self, kind: Any) -> Any:
+        kept = self._kinds.get(kind)
+        return None if isinstance(kept, str | None) or not self._undisturbed() else kept
+
+    def _undisturbed(self) -> bool:
+        """Say whether a call is nothing but its launches, on the stream of the call before."""
+        index, last = self._device.index, self._turns.last
+        return (
+            last is not None
+            and torch._C._cuda_getCurrentRawStream(index) == last.cuda_stream
+            and torch.cuda.current_device() == index
+            and not tracing.taking()
+            and forward_ad._current_level < 0
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def _play(
+        self, recording: Recording, given: Sequence[torch.Tensor], path: str
+    ) -> list[torch.Tensor]:
+        device = self._device
+        pieces = [torch.empty(size, dtype=dtype, device=device) for size, dtype in recording.pieces]
+        pieces.append(torch.empty(recording.table_bytes, dtype=torch.uint8, device=device))
+        starts = [tensor.data_ptr() for tensor in (*pieces, *given)]
+        recording.play(starts, torch._C._cuda_getCurrentRawStream(device.index))
+        self._exchange.path = path
+        self._exchange.advance()
+        self.repeats += 1
+        return pieces
+
+    def take_down(self, kind: Any, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
+        """Run an ordinary call; take its launches down if it is the second of its kind."""
+        if kind is None or self._kinds.get(kind) not in (None, _SEEN):
+            return run()
+        if kind not in self._kinds:
+            if len(self._kinds) >= MOST_KINDS:
+                self._kinds.pop(next(iter(self._kinds)))
+            self._kinds[kind] = _SEEN
+            return run()
+        if not self._undisturbed():
+            return run()
+        tape = Tape(given, persistent(self._exchange), self._turns.last)
+        tell_launches(tape.launched)
+        try:
+            with tape:
+                result = run()
+        finally:
+            tell_launches(None)
+        keep = _dispatch_of if isinstance(result, Received) else _combine_of
+        self._kinds[kind] = keep(tape, result, self._exchange) or ""
+        return result
+
+
+def persistent(exchange: Exchange) -> list[torch.Tensor]:
+    """List the tensors of a PE that all its calls use."""
+    own = [value for name, value in vars(exchange).items() if name != "put_words"]
+    return [one for one in (*own, exchange.heap.bases) if isinstance(one, torch.Tensor)]
+
+
+def _dispatch_of(tape: Tape, received: Received, exchange: Exchange) -> _Dispatch | None:
+    """Return what repeats a dispatch that was taken down; None: it cannot be."""
+    handle = received.handle
+    assert handle.topk_idx is not None
+    whole = {name: getattr(handle, name) for name in _SHARED}
+    parts = {name: getattr(received, name) for name in ("num_rows", "num_tokens_per_expert")}
+    recording = tape.recording([*whole.values(), *(() if handle.view else (received.x,))])
+    if recording is None:
+        return None
+    if not handle.view:
+        parts["x"] = received.x
+    tensors = {name: v for name, v in vars(handle).items() if isinstance(v, torch.Tensor)}
+    views = {name: tape.view_of(v) for name, v in (tensors | whole | parts).items()}
+    tables = {name: view for name, view in views.items() if name in tensors.keys() - whole.keys()}
+    last = len(recording.pieces)
+    if None in views.values() or any(view.piece != last for view in tables.values()):
+        return None
+    fields = {n: v for n, v in vars(handle).items() if n not in tensors and n not in _ANEW}
+    arrive = None
+    if handle.view:
+        with torch.inference_mode(False):
+            region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(received.x.dtype)
+        arrive = (region, received.x.shape, received.x.stride(), received.x.storage_offset())
+    pieces = {name: views[name].piece for name in whole}
+    return _Dispatch(
+        *(next(_numbers), recording, fields, tables, pieces),
+        *({name: views[name] for name in parts}, arrive),
+    )
+
+
+def _combine_of(tape: Tape, y: torch.Tensor, exchange: Exchange) -> _Combine | None:
+    """Return what repeats a combine that was taken down; None: it cannot be."""
+    recording, view = tape.recording([y]), tape.view_of(y)
+    return None if recording is None or view is None else _Combine(recording, view)

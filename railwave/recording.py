@@ -1,0 +1,205 @@
+"""Launch a call with static shapes as it was launched before: other addresses, nothing else.
+
+On a GPU such a call is the same kernels each time, since all that differs is read on the device; to
+make its tables one by one and work out every launch anew takes the host longer than the kernels
+run. So a call of a kind is taken down once (`Tape`): its launches, and for each address among their
+arguments whose memory it is. From then on (`Recording`) all tables are parts of one piece of
+memory, and a launch has its arguments but for the addresses.
+
+A call is taken down only if all it does is launch kernels of this library on one stream, make
+tensors without values and view tensors; any other is never repeated so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GRAIN = 256  # bytes that tables start at multiples of, as torch's own memory does
+_MAKE = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+}
+
+
+class View(NamedTuple):
+    """A tensor in one of a call's pieces of memory (see `Recording.play`)."""
+
+    piece: int
+    start: int  # in bytes
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, piece: torch.Tensor) -> torch.Tensor:
+        """View a piece, which is contiguous, so.
+
+        Example:
+            >>> View(0, 4, (2,), (1,), torch.int32).of(torch.arange(3, dtype=torch.int32)).tolist()
+            [1, 2]
+        """
+        elements = piece if piece.dtype == self.dtype else piece.view(torch.uint8).view(self.dtype)
+        return elements.as_strided(self.size, self.stride, self.start // self.dtype.itemsize)
+
+
+class Piece(NamedTuple):
+    """A tensor that a call makes anew for its caller."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: list[Any]  # addresses as integers
+
+
+class Recording:
+    """The launches of a call, to be repeated with other memory.
+
+    A call's memory is in pieces: what it makes for its caller (`pieces`), one for all its tables
+    (`table_bytes`), and then what it is given.
+    """
+
+    def __init__(
+        self,
+        launches: list[_Launch],
+        addresses: list[tuple[list[Any], int, int, int]],
+        pieces: tuple[Piece, ...],
+        table_bytes: int,
+    ) -> None:
+        self.pieces, self.table_bytes = pieces, table_bytes
+        self._launches, self._addresses = launches, addresses
+
+    def play(self, starts: Sequence[int], stream: int) -> None:
+        """Launch it all on a stream, given where each piece of memory starts."""
+        for arguments, i, piece, offset in self._addresses:
+            arguments[i] = starts[piece] + offset
+        for kernel, grid, arguments in self._launches:
+            loaded = kernel.function, kernel.packed_metadata
+            kernel.run(*grid, stream, *loaded, None, None, None, *arguments)
+
+
+class Tape(TorchDispatchMode):
+    """Take down what a call does.
+
+    Args:
+        given: tensors of the call's caller, whose addresses differ from call to call.
+        kept: tensors that outlive all calls.
+        stream: that kernels are launched on; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[torch.Tensor],
+        kept: Iterable[torch.Tensor],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        super().__init__()
+        self.refused = ""  # what cannot be repeated, if there is something
+        self._thread = threading.get_ident()
+        self._given, self._stream = list(given), stream
+        self._kept = [range(*_extent(tensor)) for tensor in kept]
+        self._made: list[torch.Tensor] = []
+        self._launches: list[_Launch] = []
+        self._addresses: list[tuple[list[Any], int, torch.Tensor]] = []
+        self._places: list[tuple[range, int, int]] = []  # extent, piece, where in it that starts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _MAKE:
+            self._made.append(result)
+        elif not _is_view(func):
+            self.refused = self.refused or str(func)
+        return result
+
+    def launched(
+        self, kernel: Any, grid: tuple[int, int, int], args: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
+        """Take a launch down (`kernels.lang.on_launch`)."""
+        if threading.get_ident() != self._thread:
+            return
+        if self._stream is not None and torch.cuda.current_stream() != self._stream:
+            self.refused = self.refused or "a launch on another stream"
+        arguments = [*args, *constants]
+        self._launches.append(_Launch(kernel, grid, arguments))
+        for i, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor):
+                arguments[i] = arg.data_ptr()
+                self._addresses.append((arguments, i, arg))
+
+    def recording(self, apart: Sequence[torch.Tensor]) -> Recording | None:
+        """Return what was taken down; None if it cannot be repeated.
+
+        Args:
+            apart: tensors that the call made for its caller.
+        """
+        own = {_extent(tensor) for tensor in apart if tensor.numel()}
+        pieces = [tensor for tensor in self._made if _extent(tensor) in own]
+        tables = [tensor for tensor in self._made if _extent(tensor) not in own]
+        table_bytes, first = 0, len(pieces) + 1
+        self._places = [(range(*_extent(tensor)), i, 0) for i, tensor in enumerate(pieces)]
+        for tensor in tables:
+            extent = range(*_extent(tensor))
+            self._places.append((extent, len(pieces), table_bytes))
+            table_bytes += -(-len(extent) // GRAIN) * GRAIN
+        for i, tensor in enumerate(self._given):
+            self._places.append((range(*_extent(tensor)), first + i, 0))
+        addresses = []
+        for arguments, i, tensor in self._addresses:
+            place = self._place(tensor)
+            if place is not None:
+                addresses.append((arguments, i, *place))
+            elif tensor.numel() and not any(tensor.data_ptr() in kept for kept in self._kept):
+                self.refused = self.refused or f"memory of argument {i} of a launch is unknown"
+        if self._overlap():
+            self.refused = self.refused or "tensors that lie in one another"
+        if self.refused:
+            return None
+        made = tuple(Piece(tuple(tensor.shape), tensor.dtype) for tensor in pieces)
+        return Recording(self._launches, addresses, made, table_bytes)
+
+    def view_of(self, tensor: torch.Tensor) -> View | None:
+        """Say where a tensor is in the memory of the `recording`; None: in none of its pieces."""
+        place = self._place(tensor)
+        return place and View(*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        if not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        for extent, piece, start in self._places:
+            if address in extent:
+                return piece, start + address - extent.start
+        return None
+
+    def _overlap(self) -> bool:
+        extents = sorted((extent.start, extent.stop) for extent, *_ in self._places if extent)
+        return any(stop > start for (_, stop), (start, _) in itertools.pairwise(extents))
+
+
+def _is_view(func: Any) -> bool:
+    """Say whether an operator gives views of what it is given, and writes nothing."""
+    schema = func._schema
+    aliases = [one.alias_info for one in (*schema.arguments, *schema.returns)]
+    writes = any(alias is not None and alias.is_write for alias in aliases)
+    return not writes and all(value.alias_info is not None for value in schema.returns)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and behind its last one."""
+    if not tensor.numel():
+        return 0, 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize

@@ -1,0 +1,272 @@
+"""Calls that are launched as they were before: real kernels, with the addresses of other tensors.
+
+What a GPU is given, addresses, the interpreter is given as tensors at these addresses.
+"""
+
+import ctypes
+from threading import Thread
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from railwave.arguments import check_call, check_out
+from railwave.exchange import Exchange, combine, dispatch
+from railwave.kernels import tell_launches
+from railwave.recorded import Recorded, _combine_of, _dispatch_of, persistent
+from railwave.recording import Recording, Tape
+from railwave.turns import Turns
+from worlds import bits_equal, bytes_equal, make_batch, make_world
+
+CPU = torch.device("cpu")
+
+
+class AtAddresses:
+    """An interpreted kernel that is launched as a compiled one: with addresses."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel, tensors):
+        self.kernel, self.tensors = kernel, tensors  # {argument: a tensor like the one it takes}
+
+    def run(self, x, y, z, stream, function, metadata, about, enter, leave, *args):
+        args = list(args)
+        for i, like in self.tensors.items():
+            if like.numel():
+                args[i] = tensor_at(args[i], like)
+        self.kernel(*args)
+
+
+def tensor_at(address, like):
+    pairs = zip(like.shape, like.stride(), strict=True)
+    size = (1 + sum((n - 1) * stride for n, stride in pairs)) * like.itemsize
+    memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    return memory.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+class UnseenTape(Tape):
+    """A tape of interpreted launches, which do what no launch on a GPU does: call torch."""
+
+    def launched(self, kernel, grid, args, constants):
+        def unseen(*args):
+            with _disable_current_modes():
+                return kernel(*args)
+
+        tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        super().launched(AtAddresses(unseen, tensors), grid, args, constants)
+
+
+def run_taped(exchanges, stages, given, monkeypatch):
+    """Run all PEs' stages in turn; return each one's tape and what it gives."""
+    tapes = [
+        UnseenTape(one, persistent(pe), None) for pe, one in zip(exchanges, given, strict=True)
+    ]
+    results, running = {}, dict(enumerate(stages))
+    waits = {pe: list for pe in running}
+    from triton.runtime.interpreter import InterpretedFunction
+
+    real = InterpretedFunction.run
+
+    def run(*args, **options):
+        with _disable_current_modes():
+            return real(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InterpretedFunction, "run", run)
+        while running:
+            for pe in [pe for pe in running if not exchanges[pe].late(waits[pe]())]:
+                tell_launches(tapes[pe].launched, interpret=True)
+                try:
+                    with tapes[pe]:
+                        waits[pe] = next(running[pe])
+                except StopIteration as stop:
+                    results[pe] = stop.value
+                    del running[pe]
+                finally:
+                    tell_launches(None, interpret=True)
+    return tapes, [results[pe] for pe in range(len(stages))]
+
+
+def play_together(recordings, given):
+    """Play one launch of every PE after another; return each PE's pieces of memory."""
+    pieces, starts = [], []
+    for recording, tensors in zip(recordings, given, strict=True):
+        made = [torch.empty(size, dtype=dtype) for size, dtype in recording.pieces]
+        made.append(torch.full((recording.table_bytes,), 0xFF, dtype=torch.uint8))
+        pieces.append(made)
+        starts.append([tensor.data_ptr() for tensor in (*made, *tensors)])
+    for launches in zip(*(recording._launches for recording in recordings), strict=True):
+        for recording, launch, begin in zip(recordings, launches, starts, strict=True):
+            mine = [one for one in recording._addresses if one[0] is launch.arguments]
+            Recording([launch], mine, (), 0).play(begin, 0)
+    return pieces
+
+
+def check_calls(batch, path, out):
+    arguments = zip(batch.xs, batch.topk_idxs, batch.topk_weights, strict=True)
+    form = {"path": path, "static_shapes": True, "out": out}
+    return [check_call(batch.world.config, *one, **form) for one in arguments]
+
+
+def given_of(calls):
+    return [(call.x, call.topk_idx, call.topk_weights) for call in calls]
+
+
+@pytest.mark.parametrize("path", ["native", "joint"])
+@pytest.mark.parametrize("out", ["copy", "view"])
+def test_a_dispatch_and_its_combine_are_repeated_with_other_tensors(path, out, monkeypatch):
+    torch.manual_seed(0)
+    world = make_world(2, 2, 2, paths=[path])
+    exchanges = world._exchanges
+    monkeypatch.setattr(Exchange, "device_decides", lambda *_: True)
+    remembered = [Recorded(pe, Turns(CPU)) for pe in exchanges]
+
+    first = check_calls(make_batch(world, 4), path, out)
+    stages = [dispatch(pe, call) for pe, call in zip(exchanges, first, strict=True)]
+    tapes, received = run_taped(exchanges, stages, given_of(first), monkeypatch)
+    kept = [_dispatch_of(*one) for one in zip(tapes, received, exchanges, strict=True)]
+    assert all(kept), [tape.refused for tape in tapes]
+
+    def repeat(batch):
+        calls = check_calls(batch, path, out)
+        pieces = play_together([one.recording for one in kept], given_of(calls))
+        for pe in exchanges:
+            pe.advance()
+        each = zip(remembered, kept, pieces, strict=True)
+        return [one._received(*made) for one, *made in each]
+
+    def same(batch):
+        again = repeat(batch)
+        rows = [{n: getattr(r, n).clone() for n in ("x", "topk_idx", "num_rows")} for r in again]
+        tables = [one.handle.slot.clone() for one in again]
+        form = {"static_shapes": True, "out": "copy", "path": path}
+        wanted = world.dispatch(batch.xs, batch.topk_idxs, batch.topk_weights, **form)
+        for rank, (got, table, want) in enumerate(zip(rows, tables, wanted, strict=True)):
+            num_rows = int(want.num_rows)
+            assert num_rows == int(got["num_rows"])
+            assert bytes_equal(got["x"][:num_rows], want.x[:num_rows])
+            assert bytes_equal(got["topk_idx"], want.topk_idx)
+            node = 1 - world.config.topo.node_of(rank)
+            records = int(want.handle.num_records[node])
+            assert torch.equal(table[node, :records], want.handle.slot[node, :records])
+        return again
+
+    other = make_batch(world, 4)
+    handles = [one.handle for one in same(other)]
+    outs = [torch.randn(world.config.max_recv_rows, 8).bfloat16() for _ in exchanges]
+
+    def combining(handles, outs):
+        checked = [
+            check_out(world.config, out, handle)[0]
+            for out, handle in zip(outs, handles, strict=True)
+        ]
+        stages = [combine(*one) for one in zip(exchanges, checked, handles, strict=True)]
+        given = [
+            (out, handle.recorded.tables) for out, handle in zip(checked, handles, strict=True)
+        ]
+        return stages, given
+
+    stages, given = combining(handles, outs)
+    tapes, _ = run_taped(exchanges, stages, given, monkeypatch)
+    combines = [_combine_of(*one) for one in zip(tapes, _, exchanges, strict=True)]
+    assert all(combines), [tape.refused for tape in tapes]
+
+    third = make_batch(world, 4)
+    handles = [one.handle for one in same(third)]
+    outs = [torch.randn(world.config.max_recv_rows, 8).bfloat16() for _ in exchanges]
+    _, given = combining(handles, outs)
+    pieces = play_together([one.recording for one in combines], given)
+    for pe in exchanges:
+        pe.advance()
+    wanted = world.combine(outs, handles)
+    for one, made, want in zip(combines, pieces, wanted, strict=True):
+        assert bits_equal(one.y.of(made[one.y.piece]), want)
+
+
+def taped(run, *, given=(), kept=()):
+    """Take down what `run(tape)` does, and what is made of it where it returns it."""
+    tape = Tape(given, kept, None)
+    with tape:
+        made = run(tape)
+    return tape, tape.recording([] if made is None else [made])
+
+
+def launch(tape, *args):
+    tape.launched("a kernel", (1, 1, 1), args, [7])
+
+
+def test_an_address_is_that_of_the_memory_it_was_in():
+    given, kept = torch.arange(6)[1:5], torch.zeros(3)
+
+    def run(tape):
+        table, out = torch.empty(2, 3, dtype=torch.int32), torch.empty(4)
+        launch(tape, table, table[1], out.view(2, 2)[1], given[1:], kept[1:], 5)
+        return out
+
+    _, recording = taped(run, given=[given], kept=[kept])
+    assert recording.pieces == (((4,), torch.float32),)
+    assert recording.table_bytes == 256
+    assert len(recording._launches) == 1
+    started = []
+    recording._launches[0] = recording._launches[0]._replace(kernel=Started(started))
+    recording.play([1000, 2000, 3000], stream=9)
+    assert started == [(1, 1, 1, 9, 2000, 2012, 1008, 3008, kept[1:].data_ptr(), 5, 7)]
+
+
+class Started:
+    function = packed_metadata = None
+
+    def __init__(self, started):
+        self.started = started
+
+    def run(self, x, y, z, stream, *rest):
+        self.started.append((x, y, z, stream, *rest[5:]))
+
+
+def fill(tape):
+    torch.empty(3).zero_()
+
+
+def make_zeros(tape):
+    torch.zeros(3)
+
+
+def copy(tape):
+    launch(tape, torch.empty(1).clone())
+
+
+def take_others(tape):
+    launch(tape, OTHER)
+
+
+@pytest.mark.parametrize(
+    "run, why",
+    [
+        (fill, "aten.zero_"),
+        (make_zeros, "aten.zero"),
+        (copy, "aten.clone"),
+        (take_others, "argument 0"),
+    ],
+)
+def test_what_is_not_launches_alone_is_not_recorded(run, why):
+    tape, recording = taped(run)
+    assert recording is None
+    assert why in tape.refused
+
+
+OTHER = torch.zeros(2)
+
+
+def test_tensors_in_one_another_are_not_recorded():
+    both = torch.zeros(4, 2)
+    tape, recording = taped(lambda tape: launch(tape, both), given=[both[:, 0], both[:, 1]])
+    assert recording is None
+    assert "in one another" in tape.refused
+
+
+def test_launches_of_another_thread_are_not_this_calls():
+    tape = Tape([], [], None)
+    thread = Thread(target=launch, args=(tape, OTHER))
+    thread.start()
+    thread.join()
+    assert tape.recording([])._launches == []
