@@ -4,8 +4,9 @@ python -m bench.run emulated --out FILE --slice 1/4
 python -m bench.run emulated --out FILE --trace FOLDER --families replay
 python -m bench.run emulated --device cpu --nodes 4 --gpus 1 --tokens 12 --hidden 16 ...
 
-One JSON line a case and method. Rows that are in FILE are not measured again, so a slice that was
-cut short, or reached its time limit, goes on where it stopped. docs/evidence.md has the method.
+One JSON line a case and method. Rows that are in FILE with as many samples are not measured again,
+so a slice that was cut short, or reached its time limit, goes on where it stopped.
+docs/evidence.md has the method.
 
 Families: replay (Ring, Moderate and Extreme over layers of the stand-in and of a recorded trace, at
 half and double rate, and on H20's layout), ultraep, figure 9, shares (Figure 8), packing (Table 6),
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from bench import emulated_extras as extras
 from bench import exchange, routed
 from bench.emulated_cases import (
+    DEEP_SAMPLES,
     METHODS,
     PATH_OF,
     SAMPLES,
@@ -183,17 +185,19 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         here = [case for case in cases if case.about["layout"] == layout]
         if here and first(time.time() < until):
             for row in _on_cluster(options, on, here, device, until):
-                if dist.get_rank() == 0 and row_key(row) not in done:
+                had = done.get(row_key(row), 0)
+                if dist.get_rank() == 0 and had < row.get("samples", DEEP_SAMPLES):
                     yield {"bench": "emulated", **row}
     dist.barrier()
     dist.destroy_process_group()
 
 
-def keys_in(file: Path | None) -> set[str]:
-    """Return the keys of the rows that a file of JSON lines holds; none if there is no file."""
+def keys_in(file: Path | None) -> dict[str, int]:
+    """Return the samples of each row that a file of JSON lines holds; none if there is no file."""
     if file is None or not file.exists():
-        return set()
-    return {row_key(json.loads(line)) for line in file.read_text().splitlines() if line.strip()}
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    return {row_key(row): row.get("samples", DEEP_SAMPLES) for row in rows}
 
 
 def row_key(row: dict[str, Any]) -> str:
@@ -201,14 +205,15 @@ def row_key(row: dict[str, Any]) -> str:
     return f"{row.get('case_key')} | {row.get('method')}"
 
 
-def _left(options: argparse.Namespace, done: set[str]) -> list[Case]:
-    """List the cases of the slice that lack a row."""
+def _left(options: argparse.Namespace, done: dict[str, int]) -> list[Case]:
+    """List the cases of the slice that lack a row, or samples of one."""
 
     on = clusters(options)
 
     def is_done(case: Case) -> bool:
         methods = extras.methods(case, _asked(options, on[case.about["layout"]]))
-        return all(row_key({"case_key": case.key, "method": one}) in done for one in methods)
+        keys = [row_key({"case_key": case.key, "method": one}) for one in methods]
+        return all(done.get(key, 0) >= case.samples for key in keys)
 
     return [case for case in work(options) if not is_done(case)]
 

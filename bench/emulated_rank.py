@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import railwave
 from bench.emulated_cases import Cluster, Plan
-from bench.sampling import barrier, gather
+from bench.sampling import barrier, gather, rest
 from railwave.config import Round
 from railwave.kernels.shape import make_format, padded
 from railwave.stats import Put, Stats
@@ -29,6 +29,7 @@ from railwave.stats import Put, Stats
 STATIC = {"static_shapes": True, "out": "view"}
 FAST_NIC_GBS = 1e6  # so fast that a slot takes a nanosecond: what is left is the data path's own
 WARM_UPS = 5
+LINE_UP_CYCLES = 5_000_000  # of a GPU: about 2.5 ms
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class Rank:
         self.x = torch.randn(sizes.tokens, sizes.hidden, generator=draw).bfloat16().to(device)
         self.weights = torch.ones(sizes.tokens, 1, device=device)
         most = max(most_calls.values())
+        if self.on_gpu:
+            torch.cuda._sleep(1)  # loads it
         self.topk = torch.full((most, sizes.tokens, 1), -1, device=device)
         self.stamped = {
             (path, i): self.stamps.new() for path, n in most_calls.items() for i in range(n)
@@ -233,13 +236,18 @@ class Rank:
     def _once(
         self, plan: Plan, routed: list[torch.Tensor], nothing: torch.Tensor, first: Any
     ) -> tuple[float, list]:
-        """Run a plan's calls once; on a GPU after an empty call, whose end lines the ranks up."""
+        """Run a plan's calls once; on a GPU after an empty call, whose end lines the ranks up.
+
+        Before it the GPU waits, until every rank has launched all of this, however many share a
+        core.
+        """
         runs = [self.run[plan.path, i] for i in range(len(routed))]
         if first:
             runs[0] = first
         self.topk[0].copy_(nothing)
         barrier(self.device)
         if self.on_gpu:
+            torch.cuda._sleep(LINE_UP_CYCLES)
             self.run[plan.path, 0]()
         for i, ids in enumerate(routed):
             self.topk[i].copy_(ids)
@@ -261,7 +269,7 @@ class Rank:
         if not self.on_gpu:
             return (time.perf_counter() - began) * 1e6
         ended = self._mark()
-        ended.synchronize()
+        rest()
         return began.elapsed_time(ended) * 1e3
 
     def shares(self, plan: Plan) -> dict[str, list[float]]:

@@ -121,6 +121,7 @@ class World:
                 timed += self._graphs(batch, path)
                 if self.tokens <= SERVING_TOKENS:
                     timed.append(self._empties(path, launches[path]))
+                    timed.append(self._nothing(batch, path))
             if self.peer:
                 run = vdev.make_dispatch(self.peer, batch.x, batch.topk_idx, self.experts)
                 timed.append(Timed({"form": "all_to_all_vdev_2d"}, {"dispatch": run}))
@@ -262,6 +263,21 @@ class World:
         launch()
         about = {"path": path, "form": f"graph of {count} empty launches, no waits"}
         return Timed(about, {"empty": captured(run)})
+
+    def _nothing(self, batch: Batch, path: str) -> Timed:
+        """Capture a dispatch and a combine of no token: the same launches and waits alone."""
+        nothing = [tensor[:0] for tensor in batch.arguments]
+
+        def run() -> None:
+            received = self.rw.dispatch(*nothing, path=path, **STATIC)
+            self.rw.combine(received.x, received.handle)
+
+        run()
+        barrier(self.device)
+        about = {"path": path, "form": "graph of the same launches and waits, no tokens"}
+        timed = Timed(about, {"both": captured(run)})
+        barrier(self.device)
+        return timed
 
     def _check(self, batch: Batch, y: torch.Tensor, what: str) -> None:
         """Compare a combine of unchanged rows: x times its ranks, rounded twice on the way."""

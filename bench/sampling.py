@@ -50,7 +50,7 @@ def _once(one: Timed, device: torch.device) -> dict[str, float]:
         run()
         marks.append(_mark(device))
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        rest()
     us = itertools.starmap(_between_us, itertools.pairwise(marks))
     found = dict(zip(one.steps, us, strict=True))
     return {**found, "both": _between_us(marks[0], marks[-1])} if len(found) > 1 else found
@@ -71,8 +71,18 @@ def _between_us(a: Any, b: Any) -> float:
 def barrier(device: torch.device) -> None:
     """Wait until all ranks have come here and all of their work has ended."""
     if device.type == "cuda":
+        rest()
         torch.cuda.synchronize(device)
     dist.barrier()
+
+
+def rest() -> None:
+    """Wait for the current stream, asleep: ranks may be more than cores, and a rank that spins
+    keeps another from launching.
+    """
+    ended = torch.cuda.Event(blocking=True)
+    ended.record()
+    ended.synchronize()
 
 
 def summary(samples_us: list[float]) -> dict[str, float]:

@@ -51,7 +51,7 @@ class Tiles:
     programs: int  # programs of a launch that moves payload, over all its peers
     warps: int  # of such a program
     granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of RAIL_GBS
-    part_bytes: int  # of what is put before others are heard: 2 round trips
+    part_bytes: int  # of what is put before others are heard: a round trip, steps included
     patience_ns: int  # of a receiver with a sender that it has granted something
 
     def block_w(self, rows: int) -> int:
@@ -106,7 +106,7 @@ COMPILED = Tiles(
     programs=128,
     warps=8,
     granted_bytes=4_000_000,  # a round trip is 5 us
-    part_bytes=250_000,
+    part_bytes=1_000_000,  # and two steps of who grants and who is granted are 35 more
     patience_ns=50_000_000,
 )
 

@@ -50,6 +50,7 @@ from .wire import (
 
 OUTSTANDING = tl.constexpr(2)  # grants that a receiver may have out on a rail
 CHUNKS_A_SLICE = tl.constexpr(32)  # at most
+LANDED_AT_ONCE = tl.constexpr(64)  # of `put`'s chunks, whose words are set together
 
 # What a PE knows, int64 (ROWS, LANES). A receiver has a lane for each sending PE of its rail:
 CHUNKS_IN = tl.constexpr(0)  # chunks that come from there
@@ -76,7 +77,8 @@ DONE = tl.constexpr(18)  # 1: all is put, and all that was to come has landed
 NEWS = tl.constexpr(19)  # 1: something was read or done in the last step
 MOST_OUT = tl.constexpr(20)  # the most grants out at once
 PASSES_NS = tl.constexpr(21)  # when the chunk will have passed the emulated NICs
-ROWS = tl.constexpr(22)
+NEXT_NS = tl.constexpr(22)  # when that of HELD will, if it is queued behind it; 0: it is not
+ROWS = tl.constexpr(23)
 NOBODY = tl.constexpr(1 << 30)
 
 
@@ -286,6 +288,41 @@ def _answer(bases_ptr, me, leader, back_off, base, before, after, S: tl.constexp
 
 
 @helper
+def _queue(
+    table_ptr,
+    bases_ptr,
+    state_ptr,
+    send_load_ptr,
+    me,
+    to,
+    chunk,
+    port_off,
+    S: tl.constexpr,
+    RECORD_WORDS: tl.constexpr,
+):
+    """Queue a granted chunk at the ports between here and node `to`; return when it has passed."""
+    run: int = i64(tl.load(_row(table_ptr, RUN, S) + to))
+    n: int = i64(tl.load(send_load_ptr + to * S.G + me % S.G))
+    chunks: int = chunks_of(n, S)
+    at: int = clamp(chunk * run, 0, chunks)
+    end: int = clamp((chunk + 1) * run, 0, chunks)
+    num_bytes: int = (n * end // chunks - n * at // chunks) * (RECORD_WORDS * 4)
+    return reserve(bases_ptr, state_ptr, port_off, me, to * S.G + me % S.G, num_bytes, S)
+
+
+@helper
+def _land(table_ptr, bases_ptr, me, to, chunk, n, arrived_off, value, S: tl.constexpr):
+    """Set the arrived words of a granted chunk that has passed the emulated NICs."""
+    run: int = i64(tl.load(_row(table_ptr, RUN, S) + to))
+    end: int = clamp((chunk + 1) * run, 0, chunks_of(n, S))
+    word_off: int = arrived_off + me // S.G * S.CHUNKS * 8
+    words = heap_i64(bases_ptr, to * S.G + me % S.G, word_off)
+    for first in range(chunk * run, end, LANDED_AT_ONCE):
+        c = first + iota(LANDED_AT_ONCE)
+        signal(words + c, value + c * 0, c < end)
+
+
+@helper
 def _send(
     table_ptr,
     bases_ptr,
@@ -315,7 +352,8 @@ def _send(
 
     Idle, a sender takes a grant; with its chunk near its end it holds one; it hands back all
     others, and is closed to who gave them until it can take a grant. What is for the first `ready`
-    waves has been packed. A chunk passes emulated NICs in one slot; `waits`: for its end, here.
+    waves has been packed. A chunk passes emulated NICs in one slot, which a held one is given ahead
+    of time, as a NIC's own queue would; `waits`: for the slot's end, here.
     """
     node: int = me // S.G
     d = iota(S.N_P)
@@ -334,7 +372,22 @@ def _send(
     held: int = i64(tl.load(_row(table_ptr, HELD, S)))
     near: int = i64(tl.load(_row(table_ptr, NEAR, S)))
     at: int = i64(tl.load(_row(table_ptr, AT, S)))
-
+    ended_now: int = i64(0)
+    if S.EMULATED:
+        passes: int = i64(tl.load(_row(table_ptr, PASSES_NS, S)))
+        next_ns: int = i64(tl.load(_row(table_ptr, NEXT_NS, S)))
+        if (near > 0) & (waits == 0) & (now >= passes):
+            # Before another is begun, not after: the ports would idle for a step.
+            chunk: int = _of(begun, d == serving) - 1
+            n: int = i64(tl.load(send_load_ptr + serving * S.G + me % S.G))
+            run: int = i64(tl.load(_row(table_ptr, RUN, S) + serving))
+            if at >= clamp((chunk + 1) * run, 0, chunks_of(n, S)):
+                _land(table_ptr, bases_ptr, me, serving, chunk, n, arrived_off, value, S)
+                landed: int = base + 2 * chunk + 2
+                _say(bases_ptr, me, serving * S.G + leader, landed_off, landed, S)
+                ended_now: int = ended_now + 1
+                serving: int = serving * 0 - 1
+                near: int = near * 0
     opens: int = i64(serving < 0) * i64(held < 0)
     idle: int = i64(serving < 0)
     if serving < 0:
@@ -355,13 +408,14 @@ def _send(
     last_part: int = i64(end - at <= part)
     if S.EMULATED:
         if idle * moves > 0:
-            chunks: int = chunks_of(n, S)
-            num_bytes: int = (n * end // chunks - n * at // chunks) * (RECORD_WORDS * 4)
-            ingress: int = to * S.G + me % S.G
-            passes: int = reserve(bases_ptr, state_ptr, port_off, me, ingress, num_bytes, S)
-            tl.store(_row(table_ptr, PASSES_NS, S), passes)
-            tl.debug_barrier()
-        passes: int = i64(tl.load(_row(table_ptr, PASSES_NS, S)))
+            passes: int = next_ns + 0
+            next_ns: int = next_ns * 0
+            if passes == 0:
+                chunk: int = _of(begun, d == to) - 1
+                passes: int = _queue(
+                    *(table_ptr, bases_ptr, state_ptr, send_load_ptr, me, to, chunk, port_off, S),
+                    RECORD_WORDS,
+                )
         last_part: int = i64(now >= passes - slot_ns(state_ptr, part_words * 4))
     if (moves > 0) & (near == 0) & (last_part > 0):
         near: int = near * 0 + 1
@@ -372,6 +426,13 @@ def _send(
         if first < S.N:
             held: int = (node + first) % S.N
             new = new - (d == held).to(tl.int64)
+    if S.EMULATED:
+        if (held >= 0) & (next_ns == 0):
+            chunk: int = _of(begun, d == held)
+            next_ns: int = _queue(
+                *(table_ptr, bases_ptr, state_ptr, send_load_ptr, me, held, chunk, port_off, S),
+                RECORD_WORDS,
+            )
 
     back = before + (1 - before % 2) * opens * sends
     back = tl.where(new > 0, back + 2 * new - back % 2, back)
@@ -398,11 +459,8 @@ def _send(
                 wait_until(passes)
             ended: int = ended * i64((now >= passes) | (waits > 0))
             if ended > 0:
-                first: int = _of((begun - 1) * tl.load(_row(table_ptr, RUN, S) + d), d == to)
-                pe: int = to * S.G + me % S.G
-                for c in range(first, end):
-                    word_off: int = arrived_off + (node * S.CHUNKS + c) * 8
-                    signal(heap_i64(bases_ptr, pe, word_off), value, None)
+                chunk: int = _of(begun, d == to) - 1
+                _land(table_ptr, bases_ptr, me, to, chunk, n, arrived_off, value, S)
         if ended > 0:
             _say(bases_ptr, me, to * S.G + leader, landed_off, base + 2 * _of(begun, d == to), S)
             serving: int = serving * 0 - 1
@@ -412,8 +470,11 @@ def _send(
     tl.store(_row(table_ptr, HELD, S), held)
     tl.store(_row(table_ptr, NEAR, S), near)
     tl.store(_row(table_ptr, AT, S), at)
+    if S.EMULATED:
+        tl.store(_row(table_ptr, PASSES_NS, S), passes)
+        tl.store(_row(table_ptr, NEXT_NS, S), next_ns)
     tl.debug_barrier()
-    return i64(news + moves > 0)
+    return i64(news + moves + ended_now > 0)
 
 
 @helper
