@@ -112,6 +112,7 @@ class Tape(TorchDispatchMode):
         self._launches: list[_Launch] = []
         self._addresses: list[tuple[list[Any], int, torch.Tensor]] = []
         self._places: list[tuple[range, int, int]] = []  # extent, piece, where in it that starts
+        self._tables = 0  # the piece of tables
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -147,14 +148,14 @@ class Tape(TorchDispatchMode):
         own = {_extent(tensor) for tensor in apart if tensor.numel()}
         pieces = [tensor for tensor in self._made if _extent(tensor) in own]
         tables = [tensor for tensor in self._made if _extent(tensor) not in own]
-        table_bytes, first = 0, len(pieces) + 1
+        self._tables, table_bytes = len(pieces), 0
         self._places = [(range(*_extent(tensor)), i, 0) for i, tensor in enumerate(pieces)]
         for tensor in tables:
             extent = range(*_extent(tensor))
-            self._places.append((extent, len(pieces), table_bytes))
+            self._places.append((extent, self._tables, table_bytes))
             table_bytes += -(-len(extent) // GRAIN) * GRAIN
         for i, tensor in enumerate(self._given):
-            self._places.append((range(*_extent(tensor)), first + i, 0))
+            self._places.append((range(*_extent(tensor)), self._tables + 1 + i, 0))
         addresses = []
         for arguments, i, tensor in self._addresses:
             place = self._place(tensor)
@@ -171,7 +172,7 @@ class Tape(TorchDispatchMode):
 
     def view_of(self, tensor: torch.Tensor) -> View | None:
         """Say where a tensor is in the memory of the `recording`; None: in none of its pieces."""
-        place = self._place(tensor)
+        place = self._place(tensor) if tensor.numel() else (self._tables, 0)
         return place and View(*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def _place(self, tensor: torch.Tensor) -> tuple[int, int] | None:

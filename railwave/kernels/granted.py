@@ -42,15 +42,16 @@ from .wire import (
     mark,
     note,
     own_address,
-    put_chunk,
+    put_chunks,
     put_ref,
     read,
+    say_arrived,
     signal,
 )
 
 OUTSTANDING = tl.constexpr(2)  # grants that a receiver may have out on a rail
 CHUNKS_A_SLICE = tl.constexpr(32)  # at most
-LANDED_AT_ONCE = tl.constexpr(64)  # of `put`'s chunks, whose words are set together
+AT_ONCE = tl.constexpr(64)  # of `put`'s chunks: words that are set together
 
 # What a PE knows, int64 (ROWS, LANES). A receiver has a lane for each sending PE of its rail:
 CHUNKS_IN = tl.constexpr(0)  # chunks that come from there
@@ -316,10 +317,8 @@ def _land(table_ptr, bases_ptr, me, to, chunk, n, arrived_off, value, S: tl.cons
     run: int = i64(tl.load(_row(table_ptr, RUN, S) + to))
     end: int = clamp((chunk + 1) * run, 0, chunks_of(n, S))
     word_off: int = arrived_off + me // S.G * S.CHUNKS * 8
-    words = heap_i64(bases_ptr, to * S.G + me % S.G, word_off)
-    for first in range(chunk * run, end, LANDED_AT_ONCE):
-        c = first + iota(LANDED_AT_ONCE)
-        signal(words + c, value + c * 0, c < end)
+    words_ptr = heap_i64(bases_ptr, to * S.G + me % S.G, word_off)
+    say_arrived(words_ptr, chunk * run, end, value, AT_ONCE)
 
 
 @helper
@@ -445,10 +444,10 @@ def _send(
     if moves > 0:
         buffer_off: int = (to - node + S.N - 1) % S.N * (S.PROXY_RECORDS * RECORD_WORDS * 4)
         last: int = clamp(at + part, 0, end)
-        for c in range(at, last):
-            put_chunk(
-                *(bases_ptr, put_words_ptr, me, to, n, c, send_off + buffer_off),
-                *(recv_off + buffer_off, arrived_off, value, S, RECORD_WORDS, BLOCK_W),
+        if last > at:
+            put_chunks(
+                *(bases_ptr, put_words_ptr, me, to, n, at, last, send_off + buffer_off),
+                *(recv_off + buffer_off, arrived_off, value, S, RECORD_WORDS, BLOCK_W, AT_ONCE),
             )
         if S.REMOTE:
             quiet()  # a chunk has ended when its bytes have left
@@ -641,7 +640,7 @@ def granted(
     patience_ns: int,
     shape: Shape,
     block_w: int,
-    warps: int = 4,
+    warps: int = 8,
 ) -> None:
     """Put all of this proxy's records into the ingress PEs' buffers, as those grant them.
 

@@ -21,6 +21,9 @@ import triton.language as tl
 from triton.language import core  # noqa: F401  (see `jit`)
 
 INTERPRET = __name__.endswith(".interpreted.lang")
+# How many rows are loaded without looking in between whether there are more: interpreted, what is
+# spared costs more; on a GPU each would wait for the answer about it.
+ROWS_AT_ONCE = tl.constexpr(1 if INTERPRET else 4)
 
 
 # Called around every launch while a trace is taken, see `railwave.tracing`: a context manager of a

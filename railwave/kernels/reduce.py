@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import clamp, helper, i64, iota, jit, tile_max
+from .lang import ROWS_AT_ONCE, clamp, helper, i64, iota, jit, tile_max
 from .notify import message_tiles, send_counts
 from .nvshmem import libraries, quiet
 from .shape import Shape, pow2, row_align
@@ -69,6 +69,33 @@ def store_rounded(address, offs, value, mask, DTYPE: tl.constexpr):
 
 
 @helper
+def _entry(rows_ptr, record, mask_i, e, ENTRIES: tl.constexpr):
+    """Load entry e of each record: int64, -1 for none."""
+    return tl.load(rows_ptr + record * ENTRIES + e, mask=mask_i, other=-1).to(tl.int64)
+
+
+@helper
+def _row(
+    bases_ptr,
+    entry,
+    offs_h,
+    node,
+    rows_off,
+    row_bytes,
+    H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Load the rows that entries name, 0 where one is negative: float32 (len(entry), BLOCK_H)."""
+    there = entry >= 0
+    pe = node * S.G + tl.where(there, entry % S.G, 0)
+    start = tl.load(bases_ptr + pe, mask=there, other=0) + rows_off
+    address = (start + entry // S.G * row_bytes)[:, None]
+    mask = there[:, None] & (offs_h < H)[None, :]
+    return load_f32(address, offs_h[None, :], mask, DTYPE)
+
+
+@helper
 def sum_rows(
     bases_ptr,
     rows_ptr,
@@ -85,18 +112,17 @@ def sum_rows(
 ):
     """Add the rows of each record, by ascending GPU: float32 (len(record), BLOCK_H).
 
-    rows_ptr: (records, ENTRIES) int32, entries with final slots.
+    rows_ptr: (records, ENTRIES) int32, entries with final slots, then -1.
     """
     total = (record * 0).to(tl.float32)[:, None] + (offs_h * 0).to(tl.float32)[None, :]
-    for e in tl.static_range(ENTRIES):
-        entry = tl.load(rows_ptr + record * ENTRIES + e, mask=mask_i, other=-1).to(tl.int64)
-        if i64(tile_max(entry, 0)) >= 0:
-            there = entry >= 0
-            pe = node * S.G + tl.where(there, entry % S.G, 0)
-            start = tl.load(bases_ptr + pe, mask=there, other=0) + rows_off
-            address = (start + entry // S.G * row_bytes)[:, None]
-            mask = there[:, None] & (offs_h < H)[None, :]
-            total += load_f32(address, offs_h[None, :], mask, DTYPE)
+    for first in tl.static_range(0, ENTRIES, ROWS_AT_ONCE):
+        entry = _entry(rows_ptr, record, mask_i, first, ENTRIES)
+        if i64(tile_max(entry, 0)) >= 0:  # else there are none after it
+            total += _row(bases_ptr, entry, offs_h, node, rows_off, row_bytes, H, DTYPE, S)
+            for e in tl.static_range(first + 1, first + ROWS_AT_ONCE):
+                if e < ENTRIES:
+                    entry = _entry(rows_ptr, record, mask_i, e, ENTRIES)
+                    total += _row(bases_ptr, entry, offs_h, node, rows_off, row_bytes, H, DTYPE, S)
     return total
 
 

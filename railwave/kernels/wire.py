@@ -406,13 +406,25 @@ def start_counting(put_words_ptr, record_words, S: tl.constexpr):
 
 
 @helper
-def put_chunk(
+def say_arrived(words_ptr, first, last, value, AT_ONCE: tl.constexpr):
+    """Set the words of chunks [first, last), up to AT_ONCE together, after what was stored."""
+    if AT_ONCE == 1:
+        signal(words_ptr + first, value, None)
+    else:
+        for start in range(first, last, AT_ONCE):
+            c = start + iota(AT_ONCE)
+            signal(words_ptr + c, value + c * 0, c < last)
+
+
+@helper
+def put_chunks(
     bases_ptr,
     put_words_ptr,
     me,
     d,
     n,
-    c,
+    first,
+    last,
     src_off,
     dst_off,
     arrived_off,
@@ -420,17 +432,21 @@ def put_chunk(
     S: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Put chunk c of n records to the PE with this one's local index at node d, then its word.
+    """Put chunks [first, last) of n records to the PE with this local index at node d; then words.
 
-    Through emulated NICs the caller sets the word, once the chunk has passed.
+    They lie one behind another, here as there. Through emulated NICs the caller sets the words,
+    once the chunks have passed.
+
+    AT_ONCE: as of `say_arrived`; 1 for one chunk.
     """
     ingress: int = d * S.G + me % S.G
     chunks: int = chunks_of(n, S)
-    start: int = n * c // chunks * RECORD_WORDS
+    start: int = n * first // chunks * RECORD_WORDS
     # Times 4, which it is already, so that the compiler knows and moves 16 bytes at a time.
-    num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4
-    word_off: int = arrived_off + (me // S.G * S.CHUNKS + c) * 8
+    num_words: int = (n * last // chunks * RECORD_WORDS - start) // 4 * 4
+    words_off: int = arrived_off + me // S.G * S.CHUNKS * 8
     if is_mapped(bases_ptr, ingress) > 0:
         src = tl.multiple_of(heap_i32(bases_ptr, me, src_off) + start, 16)
         dst = tl.multiple_of(heap_i32(bases_ptr, ingress, dst_off) + start, 16)
@@ -439,13 +455,16 @@ def put_chunk(
             words = tl.load(src + offs_w, mask=offs_w < num_words, other=0)
             tl.store(dst + offs_w, words, mask=offs_w < num_words)
         if not S.EMULATED:
-            signal(heap_i64(bases_ptr, ingress, word_off), value, None)
+            say_arrived(heap_i64(bases_ptr, ingress, words_off), first, last, value, AT_ONCE)
     elif S.REMOTE:
-        put_signal(
-            own_address(bases_ptr, me, dst_off + start * 4),
-            own_address(bases_ptr, me, src_off + start * 4),
-            *(num_words * 4, own_address(bases_ptr, me, word_off), value, ingress),
-        )
+        for c in range(first, last):
+            begin: int = n * c // chunks * (RECORD_WORDS * 4)
+            num_bytes: int = n * (c + 1) // chunks * (RECORD_WORDS * 4) - begin
+            put_signal(
+                own_address(bases_ptr, me, dst_off + begin),
+                own_address(bases_ptr, me, src_off + begin),
+                *(num_bytes, own_address(bases_ptr, me, words_off + c * 8), value, ingress),
+            )
     tl.atomic_add(put_words_ptr + d, num_words, sem="relaxed")
 
 
@@ -489,7 +508,7 @@ def _put_through_nics(
     chunks: int = chunks_of(n, S)
     for c in range(i64(tl.program_id(0)), chunks, i64(tl.num_programs(0))):
         start: int = n * c // chunks * RECORD_WORDS
-        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4  # see put_chunk
+        num_words: int = (n * (c + 1) // chunks * RECORD_WORDS - start) // 4 * 4  # see put_chunks
         src = tl.multiple_of(src_ptr + start, 16)
         dst = tl.multiple_of(dst_ptr + start, 16)
         for first in range(0, num_words, SLOT_WORDS):
@@ -579,9 +598,9 @@ def _put_kernel(
         src_off: int = send_off + buffer_off
         dst_off: int = recv_off + buffer_off
         for c in range(i64(tl.program_id(0)), chunks_of(n, S), i64(tl.num_programs(0))):
-            put_chunk(
-                *(bases_ptr, put_words_ptr, me, d, n, c, src_off, dst_off),
-                *(arrived_off, value, S, RECORD_WORDS, BLOCK_W),
+            put_chunks(
+                *(bases_ptr, put_words_ptr, me, d, n, c, c + 1, src_off, dst_off),
+                *(arrived_off, value, S, RECORD_WORDS, BLOCK_W, 1),
             )
 
 
