@@ -95,7 +95,10 @@ class Rank:
         return [t.to(self.device) for t in (x, ids, weights)]
 
     def once_us(self, run: Callable[[], Any]) -> float:
-        """Time one call, from when all ranks' GPUs have come to it."""
+        """Time a call that follows another, whose end lines the ranks' GPUs up.
+
+        From an idle GPU the first launch's own latency, some 100 us, would be in it.
+        """
         if not self.on_gpu:
             began_s = time.perf_counter()
             run()
@@ -103,6 +106,7 @@ class Rank:
         self.flush.zero_()
         dist.all_reduce(self.one.fill_(1), group=self.group)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()
         start.record()
         run()
         end.record()

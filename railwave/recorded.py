@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +174,7 @@ class Recorded:
         pieces = [torch.empty(size, dtype=dtype, device=device) for size, dtype in recording.pieces]
         pieces.append(torch.empty(recording.table_bytes, dtype=torch.uint8, device=device))
         starts = [tensor.data_ptr() for tensor in (*pieces, *given)]
-        recording.play(starts, torch._C._cuda_getCurrentRawStream(device.index))
+        recording.play(starts, self._turns.last, self._exchange.beside)
         self._exchange.path = path
         self._exchange.advance()
         self.repeats += 1
@@ -190,13 +191,16 @@ class Recorded:
             return run()
         if not self._undisturbed():
             return run()
-        tape = Tape(given, persistent(self._exchange), self._turns.last)
+        pe, current = self._exchange, partial(torch.cuda.current_stream, self._device)
+        tape = Tape(given, persistent(pe), current, self._turns.last, pe.beside)
+        pe.tape = tape
         tell_launches(tape.launched)
         try:
             with tape:
                 result = run()
         finally:
             tell_launches(None)
+            pe.tape = None
         keep = _dispatch_of if isinstance(result, Received) else _combine_of
         self._kinds[kind] = keep(tape, result, self._exchange) or ""
         return result

@@ -6,15 +6,16 @@ run. So a call of a kind is taken down once (`Tape`): its launches, and for each
 arguments whose memory it is. From then on (`Recording`) all tables are parts of one piece of
 memory, and a launch has its arguments but for the addresses.
 
-A call is taken down only if all it does is launch kernels of this library on one stream, make
-tensors without values and view tensors; any other is never repeated so.
+A call is taken down only if all it does is launch kernels of this library, on its own stream or on
+the one beside it, make tensors without values and view tensors; any other is never repeated so.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,14 @@ class _Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, int, int]
     arguments: list[Any]  # addresses as integers
+    beside: bool  # on the other stream
+
+
+class Turn(Enum):
+    """What a stream waits for: all that the other holds by then."""
+
+    FORK = "the one beside for the call's own"
+    JOIN = "the call's own for the one beside"
 
 
 class Recording:
@@ -71,21 +80,32 @@ class Recording:
 
     def __init__(
         self,
-        launches: list[_Launch],
+        steps: list[_Launch | Turn],
         addresses: list[tuple[list[Any], int, int, int]],
         pieces: tuple[Piece, ...],
         table_bytes: int,
     ) -> None:
         self.pieces, self.table_bytes = pieces, table_bytes
-        self._launches, self._addresses = launches, addresses
+        self._steps, self._addresses = steps, addresses
 
-    def play(self, starts: Sequence[int], stream: int) -> None:
-        """Launch it all on a stream, given where each piece of memory starts."""
+    def play(self, starts: Sequence[int], own: Any, other: Any = None) -> None:
+        """Launch it all, given where each piece of memory starts.
+
+        Args:
+            own, other: the call's stream and the one beside it.
+        """
         for arguments, i, piece, offset in self._addresses:
             arguments[i] = starts[piece] + offset
-        for kernel, grid, arguments in self._launches:
-            loaded = kernel.function, kernel.packed_metadata
-            kernel.run(*grid, stream, *loaded, None, None, None, *arguments)
+        streams = own.cuda_stream, other and other.cuda_stream
+        for step in self._steps:
+            if step is Turn.FORK:
+                other.wait_stream(own)
+            elif step is Turn.JOIN:
+                own.wait_stream(other)
+            else:
+                kernel, grid, arguments, beside = step
+                loaded = kernel.function, kernel.packed_metadata
+                kernel.run(*grid, streams[beside], *loaded, None, None, None, *arguments)
 
 
 class Tape(TorchDispatchMode):
@@ -94,22 +114,25 @@ class Tape(TorchDispatchMode):
     Args:
         given: tensors of the call's caller, whose addresses differ from call to call.
         kept: tensors that outlive all calls.
-        stream: that kernels are launched on; None on a CPU.
+        current: gives the stream that a kernel is launched on.
+        own, other: the call's stream and the one beside it.
     """
 
     def __init__(
         self,
         given: Sequence[torch.Tensor],
         kept: Iterable[torch.Tensor],
-        stream: torch.cuda.Stream | None,
+        current: Callable[[], Any] = lambda: None,
+        own: Any = None,
+        other: Any = None,
     ) -> None:
         super().__init__()
         self.refused = ""  # what cannot be repeated, if there is something
         self._thread = threading.get_ident()
-        self._given, self._stream = list(given), stream
+        self._given, self._current, self._own, self._other = list(given), current, own, other
         self._kept = [range(*_extent(tensor)) for tensor in kept]
         self._made: list[torch.Tensor] = []
-        self._launches: list[_Launch] = []
+        self._steps: list[_Launch | Turn] = []
         self._addresses: list[tuple[list[Any], int, torch.Tensor]] = []
         self._places: list[tuple[range, int, int]] = []  # extent, piece, where in it that starts
         self._tables = 0  # the piece of tables
@@ -130,14 +153,20 @@ class Tape(TorchDispatchMode):
         """Take a launch down (`kernels.lang.on_launch`)."""
         if threading.get_ident() != self._thread:
             return
-        if self._stream is not None and torch.cuda.current_stream() != self._stream:
-            self.refused = self.refused or "a launch on another stream"
+        here = self._current()
+        beside = here != self._own
+        if beside and (self._other is None or here != self._other):
+            self.refused = self.refused or "a launch on a stream of somebody else's"
         arguments = [*args, *constants]
-        self._launches.append(_Launch(kernel, grid, arguments))
+        self._steps.append(_Launch(kernel, grid, arguments, beside))
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor):
                 arguments[i] = arg.data_ptr()
                 self._addresses.append((arguments, i, arg))
+
+    def turned(self, turn: Turn) -> None:
+        """Take down that a stream waits for the other."""
+        self._steps.append(turn)
 
     def recording(self, apart: Sequence[torch.Tensor]) -> Recording | None:
         """Return what was taken down; None if it cannot be repeated.
@@ -168,7 +197,7 @@ class Tape(TorchDispatchMode):
         if self.refused:
             return None
         made = tuple(Piece(tuple(tensor.shape), tensor.dtype) for tensor in pieces)
-        return Recording(self._launches, addresses, made, table_bytes)
+        return Recording(self._steps, addresses, made, table_bytes)
 
     def view_of(self, tensor: torch.Tensor) -> View | None:
         """Say where a tensor is in the memory of the `recording`; None: in none of its pieces."""

@@ -14,11 +14,21 @@ from railwave.arguments import check_call, check_out
 from railwave.exchange import Exchange, combine, dispatch
 from railwave.kernels import tell_launches
 from railwave.recorded import Recorded, _combine_of, _dispatch_of, persistent
-from railwave.recording import Recording, Tape
+from railwave.recording import Recording, Tape, Turn
 from railwave.turns import Turns
 from worlds import bits_equal, bytes_equal, make_batch, make_world
 
 CPU = torch.device("cpu")
+
+
+class Stream:
+    """Stands for one of a GPU's; notes what it waits for."""
+
+    def __init__(self, number, log=None):
+        self.cuda_stream, self.log = number, log
+
+    def wait_stream(self, other):
+        self.log.append((self.cuda_stream, "waits for", other.cuda_stream))
 
 
 class AtAddresses:
@@ -58,9 +68,7 @@ class UnseenTape(Tape):
 
 def run_taped(exchanges, stages, given, monkeypatch):
     """Run all PEs' stages in turn; return each one's tape and what it gives."""
-    tapes = [
-        UnseenTape(one, persistent(pe), None) for pe, one in zip(exchanges, given, strict=True)
-    ]
+    tapes = [UnseenTape(one, persistent(pe)) for pe, one in zip(exchanges, given, strict=True)]
     results, running = {}, dict(enumerate(stages))
     waits = {pe: list for pe in running}
     from triton.runtime.interpreter import InterpretedFunction
@@ -95,10 +103,10 @@ def play_together(recordings, given):
         made.append(torch.full((recording.table_bytes,), 0xFF, dtype=torch.uint8))
         pieces.append(made)
         starts.append([tensor.data_ptr() for tensor in (*made, *tensors)])
-    for launches in zip(*(recording._launches for recording in recordings), strict=True):
+    for launches in zip(*(recording._steps for recording in recordings), strict=True):
         for recording, launch, begin in zip(recordings, launches, starts, strict=True):
             mine = [one for one in recording._addresses if one[0] is launch.arguments]
-            Recording([launch], mine, (), 0).play(begin, 0)
+            Recording([launch], mine, (), 0).play(begin, Stream(0))
     return pieces
 
 
@@ -185,7 +193,7 @@ def test_a_dispatch_and_its_combine_are_repeated_with_other_tensors(nodes, path,
 
 def taped(run, *, given=(), kept=()):
     """Take down what `run(tape)` does, and what is made of it where it returns it."""
-    tape = Tape(given, kept, None)
+    tape = Tape(given, kept)
     with tape:
         made = run(tape)
     return tape, tape.recording([] if made is None else [made])
@@ -206,10 +214,9 @@ def test_an_address_is_that_of_the_memory_it_was_in():
     _, recording = taped(run, given=[given], kept=[kept])
     assert recording.pieces == (((4,), torch.float32),)
     assert recording.table_bytes == 256
-    assert len(recording._launches) == 1
     started = []
-    recording._launches[0] = recording._launches[0]._replace(kernel=Started(started))
-    recording.play([1000, 2000, 3000], stream=9)
+    recording._steps = [recording._steps[0]._replace(kernel=Started(started))]
+    recording.play([1000, 2000, 3000], Stream(9))
     assert started == [(1, 1, 1, 9, 2000, 2012, 1008, 3008, kept[1:].data_ptr(), 5, 7)]
 
 
@@ -265,8 +272,31 @@ def test_tensors_in_one_another_are_not_recorded():
 
 
 def test_launches_of_another_thread_are_not_this_calls():
-    tape = Tape([], [], None)
+    tape = Tape([], [])
     thread = Thread(target=launch, args=(tape, OTHER))
     thread.start()
     thread.join()
-    assert tape.recording([])._launches == []
+    assert tape.recording([])._steps == []
+
+
+def test_what_was_launched_beside_a_put_is_launched_there_again():
+    own, other, somebodys = (Stream(number) for number in (1, 2, 3))
+    here = [own, other, own]
+    tape = Tape([], [], lambda: here.pop(0), own, other)
+    launch(tape)
+    tape.turned(Turn.FORK)
+    launch(tape)
+    tape.turned(Turn.JOIN)
+    launch(tape)
+    recording, log = tape.recording([]), []
+    recording._steps = [
+        step if isinstance(step, Turn) else step._replace(kernel=Started(log))
+        for step in recording._steps
+    ]
+    recording.play([0], Stream(8, log), Stream(9, log))
+    waits = [(9, "waits for", 8), (8, "waits for", 9)]
+    assert log == [(1, 1, 1, 8, 7), waits[0], (1, 1, 1, 9, 7), waits[1], (1, 1, 1, 8, 7)]
+
+    tape = Tape([], [], lambda: somebodys, own, other)
+    launch(tape)
+    assert tape.recording([]) is None and "stream" in tape.refused

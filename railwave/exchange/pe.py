@@ -20,6 +20,7 @@ from railwave.errors import ReceiveOverflowError
 from railwave.handle import STATIC
 from railwave.heap import LocalHeap, NvshmemHeap, ShmHeap
 from railwave.kernels import load
+from railwave.recording import Tape, Turn
 
 NOTIFY_REGIONS = {"notify": "messages", "word": "notify", "outbox": "outbox"}
 
@@ -109,6 +110,7 @@ class Exchange:
         self.kernels = load(interpret=device.type == "cpu")
         self.compare_calls = compare_calls
         self.observer: Observer | None = None
+        self.tape: Tape | None = None  # that takes the phase that runs down
         self.epoch = 0  # the host's mirror of the device's counter
         self.serial = 0  # phases launched, or captured
         self.node, self.local = divmod(pe, config.topo.gpus_per_node)
@@ -464,6 +466,8 @@ class Exchange:
     def beside_put(self) -> Iterator[None]:
         """Launch what is inside beside the put that follows, until `join`."""
         assert self.beside
+        if self.tape:
+            self.tape.turned(Turn.FORK)
         self.beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.beside):
             yield
@@ -471,6 +475,8 @@ class Exchange:
     def join(self) -> None:
         """Let what follows wait for what was launched beside a put."""
         if self.beside:
+            if self.tape:
+                self.tape.turned(Turn.JOIN)
             torch.cuda.current_stream(self.device).wait_stream(self.beside)
 
     def start_at(self, epoch: int) -> None:
