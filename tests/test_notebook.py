@@ -17,6 +17,7 @@ PICTURES = {
     "05_choosing_a_path": 2,
     "06_your_own_routing": 3,
     "07_schedulers": 10,
+    "08_evidence": 3,
 }
 MOST_S = 120  # of a cell: a notebook takes seconds, a busy machine longer
 
