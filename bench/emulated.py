@@ -295,6 +295,7 @@ def _rows(
         yield {
             **row,
             **_measured(times[of], case.samples),
+            **({"most_out": times[of].most_out} if plan.path == "granted" else {}),
             "network_model_us": round(network_us, 2),
             "empty_us": empty[plan.path],
             "predicted_us": round(network_us + len(plan.calls) * empty[plan.path], 2),
@@ -306,7 +307,8 @@ def _rows(
 def _measured(times: Times, samples: int) -> dict[str, Any]:
     """Summarise both forms; P99 only of 100 samples."""
     found = {}
-    for form, of in (("whole", times.whole_us), ("network", times.network_us)):
+    forms = {"whole": times.whole_us, "network": times.network_us, "before": times.before_us}
+    for form, of in forms.items():
         cuts = summary(of)
         found[form] = {name: cuts[name] for name in ("median_us", "min_us", "p95_us")}
         if samples >= 100:

@@ -62,37 +62,48 @@ class Times:
     # First put to last arrival of each dispatch and each combine, added up: what lies between, pack
     # and unpack of later rounds, is in it; planning, first pack, copies and final sums are not.
     network_us: list[float]
+    # From when the last rank begins the first call to the first put of any: before a byte leaves.
+    before_us: list[float]
+    most_out: int  # grants that a rank had out at once, at most; 0 on other paths than granted
 
 
 class Stamps:
-    """Launch a stamp of the clock before a phase's first put and after its last round's arrival."""
+    """Launch stamps of the clock: where a call begins; in both of its phases before the first put,
+    and after the last round's arrival.
+    """
 
     def __init__(self, exchange: Any) -> None:
         self._exchange, self._put, self._saw = exchange, exchange.put, exchange.saw_arrival
         self._phase = 0
-        self.into: torch.Tensor | None = None  # (2 phases, 2 ends, 2) int64, of which [..., 0]
+        # (call and 2 phases, 2 ends, 2) int64, of which [..., 0]; a call's end is not stamped.
+        self.into: torch.Tensor | None = None
         exchange.put, exchange.saw_arrival = self._stamped_put, self._stamped_arrival
         self._granted, exchange.put_granted = exchange.put_granted, self._stamped_granted
 
     def new(self) -> torch.Tensor:
         """Return a place for the stamps of one call."""
-        place = torch.zeros(2, 2, 2, dtype=torch.int64, device=self._exchange.device)
+        place = torch.zeros(3, 2, 2, dtype=torch.int64, device=self._exchange.device)
         self._exchange.kernels.wire.stamp(place[0, 0, :1])  # loads it while nobody waits
         return place
+
+    def begin(self) -> None:
+        """Stamp where a call begins."""
+        self._phase = 0
+        self._stamp(0)
 
     def _stamp(self, end: int) -> None:
         if self.into is not None:
             self._exchange.kernels.wire.stamp(self.into[self._phase, end, :1])
 
     def _stamped_put(self, load: torch.Tensor, this: Round, **how: Any) -> None:
-        self._phase = 0 if how["wait_packed"] else 1  # combine has nothing packed
+        self._phase = 1 if how["wait_packed"] else 2  # combine has nothing packed
         if this.step == 1:
             self._stamp(0)
         self._put(load, this, **how)
 
     def _stamped_granted(self, *loads: torch.Tensor, begin: bool, **how: Any) -> None:
         # A handle counts what its dispatch puts, then what its combine does.
-        self._phase = int(self._exchange.put_words.storage_offset() > 0)
+        self._phase = 1 + int(self._exchange.put_words.storage_offset() > 0)
         if begin:
             self._stamp(0)
         self._granted(*loads, begin=begin, **how)
@@ -161,6 +172,7 @@ class Rank:
 
         def run() -> None:
             self.stamps.into = self.stamped[path, number]
+            self.stamps.begin()
             self._call(self.topk[number], path)
             self.stamps.into = None
 
@@ -212,6 +224,7 @@ class Rank:
         routed = [[self.tokens(call) for call in plan.calls] for plan in plans]
         whole: list[list[float]] = [[] for _ in plans]
         ends: list[list[Any]] = [[] for _ in plans]
+        most_out = [0] * len(plans)
         nothing = torch.full_like(self.topk[0], -1)
         warm_ups = self.warm_ups if warm_ups is None else warm_ups
         for turn in range(warm_ups + samples):
@@ -223,15 +236,23 @@ class Rank:
                 if turn >= warm_ups:
                     whole[i].append(us)
                     ends[i].append(stamps)
+                    most_out[i] = max(most_out[i], self._most_out(plans[i].path))
         self.rw.check()
-        by_rank = gather((whole, ends))
+        by_rank = gather((whole, ends, most_out))
         return [
             Times(
                 [max(us) for us in zip(*(of[0][i] for of in by_rank), strict=True)],
                 _network_us([of[1][i] for of in by_rank]),
+                _before_us([of[1][i] for of in by_rank]),
+                max(of[2][i] for of in by_rank),
             )
             for i in range(len(plans))
         ]
+
+    def _most_out(self, path: str) -> int:
+        """Return the most grants that this rank had out at once in its last call."""
+        row = self.exchange.kernels.granted.MOST_OUT.value
+        return int(self.exchange.grants[row].max()) if path == "granted" else 0
 
     def _once(
         self, plan: Plan, routed: list[torch.Tensor], nothing: torch.Tensor, first: Any
@@ -301,12 +322,28 @@ def _network_us(by_rank: Iterable[Any]) -> list[float]:
     """Add up, sample by sample, the phases of all calls: first put of any rank to last arrival.
 
     Args:
-        by_rank: (ranks, samples, calls, 2 phases, 2 ends) nanoseconds.
+        by_rank: (ranks, samples, calls, call and 2 phases, 2 ends) nanoseconds.
 
     Example: a call of two ranks; dispatch from 1,000 to 4,000, combine from 6,000 to 7,000 ns
-        >>> one, other = [[1000, 3000], [6500, 7000]], [[2000, 4000], [6000, 6900]]
+        >>> one = [[500, 0], [1000, 3000], [6500, 7000]]
+        >>> other = [[600, 0], [2000, 4000], [6000, 6900]]
         >>> _network_us([[[one]], [[other]]])
         [4.0]
     """
-    ns = np.array(by_rank)
+    ns = np.array(by_rank)[..., 1:, :]
     return ((ns[..., 1].max(axis=0) - ns[..., 0].min(axis=0)).sum(axis=(1, 2)) / 1e3).tolist()
+
+
+def _before_us(by_rank: Iterable[Any]) -> list[float]:
+    """Return, sample by sample, the last rank's begin of the first call to any rank's first put.
+
+    Args: as of `_network_us`.
+
+    Example: begun at 500 and 600, put from 1,000 ns on
+        >>> one = [[500, 0], [1000, 3000], [6500, 7000]]
+        >>> other = [[600, 0], [2000, 4000], [6000, 6900]]
+        >>> _before_us([[[one]], [[other]]])
+        [0.4]
+    """
+    ns = np.array(by_rank)[:, :, 0, :2, 0]  # (ranks, samples, call and dispatch)
+    return ((ns[..., 1].min(axis=0) - ns[..., 0].max(axis=0)) / 1e3).tolist()

@@ -103,6 +103,10 @@ def zipf(rows: list[Row]) -> Iterable[str]:
             of = {row["method"]: row["network"]["median_us"] / row["bound_us"] for row in group}
             body.append([*key, *(f"{of[name]:.3f}" if name in of else "" for name in METHODS)])
         yield from table(["layout", "seed", *METHODS], body)
+        outs = [row["most_out"] for row in rows if "most_out" in row]
+        if outs:
+            yield ""
+            yield f"Grants out at once on a rail, in all rows of granted: {max(outs)} at most."
 
 
 def figure_9(rows: list[Row]) -> Iterable[str]:
