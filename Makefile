@@ -28,7 +28,7 @@ demo: $(STAMP) ## Dispatch and combine on every path, checked against a dense re
 	$(VENV)/bin/railwave demo
 
 test: $(STAMP) ## Run the tests
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS)
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 soak: $(STAMP) ## Run the tests that take minutes
 	RAILWAVE_TEST_SLACK_S=0 $(VENV)/bin/pytest -m '' tests/test_process_faults.py
@@ -68,7 +68,7 @@ test-versions: $(STAMP) ## Run the kernel tests with every triton that railwave 
 	@for version in $(TRITONS); do echo "triton $$version"; \
 		$(PY) -m pip install --quiet --no-deps --upgrade --target $(VENV)/triton-$$version \
 			triton==$$version && \
-		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(VENV)/bin/pytest -n $(PYTEST_WORKERS) \
+		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not gpu' \
 			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
 			tests/test_kernels_compile.py tests/test_kernels_resources.py || exit; done
 

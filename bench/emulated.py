@@ -193,11 +193,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
 
 
 def keys_in(file: Path | None) -> dict[str, int]:
-    """Return the samples of each row that a file of JSON lines holds; none if there is no file."""
+    """Return the most samples of each row in a file of JSON lines; none if there is no file."""
     if file is None or not file.exists():
         return {}
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    return {row_key(row): row.get("samples", DEEP_SAMPLES) for row in rows}
+    found: dict[str, int] = {}
+    for row in (json.loads(line) for line in file.read_text().splitlines() if line.strip()):
+        key = row_key(row)
+        found[key] = max(found.get(key, 0), row.get("samples", DEEP_SAMPLES))
+    return found
 
 
 def row_key(row: dict[str, Any]) -> str:

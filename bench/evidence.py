@@ -2,7 +2,8 @@
 
 python -m bench.evidence bench/results/emulated-h200.jsonl
 
-Markdown goes to stdout. Of rows with the same case and method the last counts. Sums of quantiles by
+Markdown goes to stdout. Of rows with the same case and method that with most samples counts, or the
+last of those. Sums of quantiles by
 layer state how many layers they are of.
 """
 
@@ -37,13 +38,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def read(files: Iterable[Path]) -> list[Row]:
-    """Return the rows of some files, the last of each case and method."""
+    """Return the rows of some files: of a case and method the last of those with most samples."""
     found: dict[tuple[Any, Any], Row] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if row.get("bench") == "emulated":
-                found[row["case_key"], row["method"]] = row
+            key = row.get("case_key"), row.get("method")
+            before = found.get(key, {}).get("samples", 0)
+            if row.get("bench") == "emulated" and row.get("samples", 0) >= before:
+                found[key] = row
     return list(found.values())
 
 

@@ -9,6 +9,7 @@ losses, gradients and parameters must agree at every step. Weights are random; n
 The router's auxiliary loss is off, as by default: that of a batch is no mean over its parts.
 """
 
+import argparse
 import copy
 
 import torch
@@ -18,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import railwave
 
-NODES, BATCH, SEQUENCE, STEPS, LEARNING_RATE = 2, 8, 8, 20, 0.1
+NODES, BATCH, SEQUENCE, LEARNING_RATE = 2, 8, 8, 0.1
 # Of a tensor's largest entry. Sums of float32 run in another order here, and steps widen what that
 # makes: 20 of these reach 2e-6 where the plain model takes the batch in four parts, in one process.
 TOLERANCE = 1e-5
@@ -83,7 +84,7 @@ def compare(model, whole, mine):
     return gradients, parameters
 
 
-def train(rank, ranks):
+def train(rank, ranks, steps):
     """Train both models; return their last losses and the largest differences on any rank."""
     share = CONFIG.num_local_experts // ranks
     mine = slice(rank * share, (rank + 1) * share)
@@ -94,7 +95,7 @@ def train(rank, ranks):
     of_model = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     of_whole = torch.optim.SGD(whole.parameters(), lr=LEARNING_RATE)
     largest = torch.zeros(3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         # Sequences that count upwards from random starts; every rank draws the whole batch.
         starts = torch.randint(CONFIG.vocab_size, (BATCH, 1))
         tokens = (starts + torch.arange(SEQUENCE)) % CONFIG.vocab_size
@@ -121,6 +122,9 @@ def train(rank, ranks):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20)
+    steps = parser.parse_args().steps
     torch.set_num_threads(1)  # one process a core is enough
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -136,11 +140,11 @@ def main():
         device="cpu",
         deadline_s=60,
     ):
-        loss, whole_loss, largest = train(rank, ranks)
+        loss, whole_loss, largest = train(rank, ranks, steps)
     if rank == 0:
         said = "losses {:.1e}, gradients {:.1e}, parameters {:.1e}".format(*largest)
         print(
-            f"{ranks} ranks, {STEPS} steps; loss {loss:.6f}, of one process {whole_loss:.6f}; "
+            f"{ranks} ranks, {steps} steps; loss {loss:.6f}, of one process {whole_loss:.6f}; "
             f"largest relative difference: {said}"
         )
     dist.destroy_process_group()

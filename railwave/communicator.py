@@ -371,11 +371,13 @@ class Communicator:
         *,
         handle: Handle | None = None,
         stream: torch.cuda.Stream | None = None,
+        repeats: bool = True,
         **form: Any,
     ) -> Received:
         """Dispatch without gradients.
 
         Args:
+            repeats: a call of a kind that was called before may be launched as that was.
             form: as of `check_call` and `check_repeat`.
         """
         self._check_usable()
@@ -384,7 +386,7 @@ class Communicator:
         static = handle.static_shapes if isinstance(handle, Handle) else static_shapes
         decided_there = self._exchange.device_decides(static)
         given, kind = (x, topk_idx, topk_weights), None
-        if decided_there and handle is None and stream is None:
+        if repeats and decided_there and handle is None and stream is None:
             kind = self._recorded.kind_of_dispatch(given, **form)
             again = self._repeat(self._recorded.dispatch, kind, given)
             if again is not None:
@@ -521,8 +523,9 @@ class Communicator:
         decided_there = self._exchange.device_decides(static_shapes)
         kind, simple = None, weights is None and bias is None and not of_weights
         if decided_there and stream is None and simple:
-            self._watch.check_handle(handle)
             kind = self._recorded.kind_of_combine(out, handle, wire_dtype, grads, checked)
+            if kind is not None:
+                self._watch.check_handle(handle)
             again = self._repeat(self._recorded.combine, kind, out, handle)
             if again is not None:
                 return again

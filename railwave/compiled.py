@@ -182,6 +182,7 @@ def _dispatch(
         expert_alignment=alignment or None,
         zero_padding=zero_padding,
         grads=grads,
+        repeats=False,  # whose tables share memory, as those of an operator must not
     )
     return _no_views([received.x, *received.extras, *_tables(received.handle)])
 

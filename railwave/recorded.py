@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from torch.autograd import forward_ad
 from railwave import tracing
 from railwave.exchange import Exchange
 from railwave.handle import Handle, Received
-from railwave.kernels import tell_launches
+from railwave.kernels import launches_hooked, tell_launches
 from railwave.recording import Recording, Tape, View
 from railwave.turns import Turns
 
 MOST_KINDS = 256  # that are remembered; then the oldest is forgotten
-_SEEN = "called once"
+MOST_TRIES = 4  # to take a kind down: what is refused may lie in one call's addresses
 _ANEW = ("epoch", "serial", "stream", "recorded")  # fields that differ from handle to handle
 _SHARED = ("topk_idx", "topk_weights", "counts")  # that a handle keeps of what its caller has
 _PLAIN = (str, bool, type(None), torch.dtype)
@@ -38,22 +38,28 @@ class _Dispatch(NamedTuple):
 
 class _Combine(NamedTuple):
     recording: Recording
-    y: View
+    y: int  # the piece that the sums are
 
 
 class Memory(NamedTuple):
     """What a repeated dispatch made for its handle."""
 
-    kind: _Dispatch
+    of: _Dispatch
     tables: torch.Tensor
 
 
 class RecordedHandle(Handle):
     """A handle whose tables are views of one tensor, made when they are asked for."""
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what the handle holds on the device: its tables, too, asked for or not."""
+        yield from super().tensors()
+        if self.recorded is not None:
+            yield self.recorded.tables
+
     def __getattr__(self, name: str) -> Any:
         memory = self.__dict__.get("recorded")
-        view = memory and memory.kind.tables.get(name)
+        view = memory and memory.of.tables.get(name)
         if view is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         table = self.__dict__[name] = view.of(memory.tables)
@@ -66,12 +72,14 @@ class Recorded:
     A kind is what a call's launches follow from, beside addresses: shapes, strides, dtypes and
     alignment of what is given, and every other argument. The first call of a kind is an ordinary
     one, as is the second, in which launches are taken down; from the third on they are repeated.
+    Of kinds that are many the last used are remembered.
     """
 
     def __init__(self, exchange: Exchange, turns: Turns) -> None:
-        self.repeats = 0  # calls that were launched so
+        self.repeats = {"dispatch": 0, "combine": 0}  # calls that were launched so
         self._exchange, self._turns, self._device = exchange, turns, exchange.device
-        self._kinds: dict[Any, Any] = {}  # `_Dispatch` or `_Combine`; _SEEN; "": never to be
+        # By kind `_Dispatch` or `_Combine`, or how often it was called; the last used one last.
+        self._kinds: dict[Any, Any] = {}
         region = exchange.heap.region(exchange.pe, "rows", torch.uint8)
         self._rows = range(region.data_ptr(), region.data_ptr() + region.numel())
 
@@ -82,7 +90,7 @@ class Recorded:
             given: x, topk_idx and topk_weights.
             form: all other arguments.
         """
-        if form.get("static_shapes") is not True or form.get("extras"):
+        if form.get("static_shapes") is not True or form.get("extras", ()) not in (None, (), []):
             return None
         if form.get("expert_alignment") is not None:
             return None  # sets values in new tensors
@@ -100,17 +108,19 @@ class Recorded:
             return None
         if handle.stream != self._turns.last:
             return None
-        return self._kind(words, (out,), there=True, number=memory.kind.number)
+        return self._kind(words, (out,), there=True, number=memory.of.number)
 
     def _kind(
         self, words: Sequence[Any], given: Sequence[Any], *, there: bool, number: int = -1
     ) -> Any:
         """Return a hashable kind; `there`: what is given may be what a dispatch handed out."""
         kind: list[Any] = [number, *words]
-        if not all(isinstance(word, _PLAIN) for word in words):
+        if not all(type(word) in _PLAIN for word in words):
             return None
         for tensor in given:
             if type(tensor) is not torch.Tensor or tensor.device != self._device:
+                return None
+            if tensor.layout is not torch.strided or tensor.is_nested:
                 return None
             address = tensor.data_ptr()
             if address in self._rows and not (there and address == self._rows.start):
@@ -126,7 +136,9 @@ class Recorded:
         kept = self._kept(kind)
         if kept is None:
             return None
-        return self._received(kept, self._play(kept.recording, given, kept.fields["path"]))
+        pieces = self._play(kept.recording, given, kept.fields["path"])
+        self.repeats["dispatch"] += 1
+        return self._received(kept, pieces)
 
     def _received(self, kept: _Dispatch, pieces: list[torch.Tensor]) -> Received:
         """Return what a repeated dispatch hands out, which is in these pieces of memory."""
@@ -149,11 +161,15 @@ class Recorded:
         if kept is None:
             return None
         pieces = self._play(kept.recording, (out, handle.recorded.tables), handle.path)
-        return kept.y.of(pieces[kept.y.piece])
+        self.repeats["combine"] += 1
+        return pieces[kept.y]
 
     def _kept(self, kind: Any) -> Any:
         kept = self._kinds.get(kind)
-        return None if isinstance(kept, str | None) or not self._undisturbed() else kept
+        if isinstance(kept, int | None) or not self._undisturbed():
+            return None
+        self._kinds[kind] = self._kinds.pop(kind)
+        return kept
 
     def _undisturbed(self) -> bool:
         """Say whether a call is nothing but its launches, on the stream of the call before."""
@@ -163,6 +179,7 @@ class Recorded:
             and torch._C._cuda_getCurrentRawStream(index) == last.cuda_stream
             and torch.cuda.current_device() == index
             and not tracing.taking()
+            and not launches_hooked()
             and forward_ad._current_level < 0
             and not torch.cuda.is_current_stream_capturing()
         )
@@ -177,33 +194,38 @@ class Recorded:
         recording.play(starts, self._turns.last, self._exchange.beside)
         self._exchange.path = path
         self._exchange.advance()
-        self.repeats += 1
         return pieces
 
     def take_down(self, kind: Any, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
-        """Run an ordinary call; take its launches down if it is the second of its kind."""
-        if kind is None or self._kinds.get(kind) not in (None, _SEEN):
+        """Run an ordinary call; take its launches down if it is not the first of its kind."""
+        calls = self._kinds.get(kind, 0)
+        if kind is None or not isinstance(calls, int) or calls > MOST_TRIES:
             return run()
-        if kind not in self._kinds:
-            if len(self._kinds) >= MOST_KINDS:
-                self._kinds.pop(next(iter(self._kinds)))
-            self._kinds[kind] = _SEEN
-            return run()
-        if not self._undisturbed():
+        if not calls or not self._undisturbed():
+            self._remember(kind, max(1, calls))
             return run()
         pe, current = self._exchange, partial(torch.cuda.current_stream, self._device)
         tape = Tape(given, persistent(pe), current, self._turns.last, pe.beside)
-        pe.tape = tape
-        tell_launches(tape.launched)
         try:
+            pe.tape = tape
+            tell_launches(tape.launched)
             with tape:
                 result = run()
         finally:
             tell_launches(None)
             pe.tape = None
-        keep = _dispatch_of if isinstance(result, Received) else _combine_of
-        self._kinds[kind] = keep(tape, result, self._exchange) or ""
+        if isinstance(result, Received):
+            made: Any = _dispatch_of(tape, result, pe)
+        else:
+            made = _combine_of(tape, result)
+        self._remember(kind, calls + 1 if made is None else made)
         return result
+
+    def _remember(self, kind: Any, what: Any) -> None:
+        self._kinds.pop(kind, None)
+        if len(self._kinds) >= MOST_KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
+        self._kinds[kind] = what
 
 
 def persistent(exchange: Exchange) -> list[torch.Tensor]:
@@ -232,17 +254,17 @@ def _dispatch_of(tape: Tape, received: Received, exchange: Exchange) -> _Dispatc
     fields = {n: v for n, v in vars(handle).items() if n not in tensors and n not in _ANEW}
     arrive = None
     if handle.view:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.enable_grad():
             region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(received.x.dtype)
         arrive = (region, received.x.shape, received.x.stride(), received.x.storage_offset())
-    pieces = {name: views[name].piece for name in whole}
+    pieces = {name: tape.piece_of(value) for name, value in whole.items()}
     return _Dispatch(
         *(next(_numbers), recording, fields, tables, pieces),
         *({name: views[name] for name in parts}, arrive),
     )
 
 
-def _combine_of(tape: Tape, y: torch.Tensor, exchange: Exchange) -> _Combine | None:
+def _combine_of(tape: Tape, y: torch.Tensor) -> _Combine | None:
     """Return what repeats a combine that was taken down; None: it cannot be."""
-    recording, view = tape.recording([y]), tape.view_of(y)
-    return None if recording is None or view is None else _Combine(recording, view)
+    recording = tape.recording([y])
+    return recording and _Combine(recording, tape.piece_of(y))

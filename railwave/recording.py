@@ -13,7 +13,6 @@ the one beside it, make tensors without values and view tensors; any other is ne
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -128,13 +127,13 @@ class Tape(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.refused = ""  # what cannot be repeated, if there is something
-        self._thread = threading.get_ident()
         self._given, self._current, self._own, self._other = list(given), current, own, other
         self._kept = [range(*_extent(tensor)) for tensor in kept]
         self._made: list[torch.Tensor] = []
         self._steps: list[_Launch | Turn] = []
         self._addresses: list[tuple[list[Any], int, torch.Tensor]] = []
         self._places: list[tuple[range, int, int]] = []  # extent, piece, where in it that starts
+        self._pieces: list[torch.Tensor] = []
         self._tables = 0  # the piece of tables
 
     def __torch_dispatch__(
@@ -150,9 +149,7 @@ class Tape(TorchDispatchMode):
     def launched(
         self, kernel: Any, grid: tuple[int, int, int], args: Sequence[Any], constants: Sequence[Any]
     ) -> None:
-        """Take a launch down (`kernels.lang.on_launch`)."""
-        if threading.get_ident() != self._thread:
-            return
+        """Take a launch down (`kernels.tell_launches`)."""
         here = self._current()
         beside = here != self._own
         if beside and (self._other is None or here != self._other):
@@ -174,9 +171,9 @@ class Tape(TorchDispatchMode):
         Args:
             apart: tensors that the call made for its caller.
         """
-        own = {_extent(tensor) for tensor in apart if tensor.numel()}
-        pieces = [tensor for tensor in self._made if _extent(tensor) in own]
-        tables = [tensor for tensor in self._made if _extent(tensor) not in own]
+        own = set(map(_memory, apart))
+        self._pieces = [tensor for tensor in self._made if _memory(tensor) in own]
+        pieces, tables = self._pieces, [one for one in self._made if _memory(one) not in own]
         self._tables, table_bytes = len(pieces), 0
         self._places = [(range(*_extent(tensor)), i, 0) for i, tensor in enumerate(pieces)]
         for tensor in tables:
@@ -198,6 +195,11 @@ class Tape(TorchDispatchMode):
             return None
         made = tuple(Piece(tuple(tensor.shape), tensor.dtype) for tensor in pieces)
         return Recording(self._steps, addresses, made, table_bytes)
+
+    def piece_of(self, tensor: torch.Tensor) -> int:
+        """Say which piece of the `recording` a tensor is that was made for the caller."""
+        memory = _memory(tensor)
+        return next(i for i, piece in enumerate(self._pieces) if _memory(piece) == memory)
 
     def view_of(self, tensor: torch.Tensor) -> View | None:
         """Say where a tensor is in the memory of the `recording`; None: in none of its pieces."""
@@ -223,7 +225,8 @@ def _is_view(func: Any) -> bool:
     schema = func._schema
     aliases = [one.alias_info for one in (*schema.arguments, *schema.returns)]
     writes = any(alias is not None and alias.is_write for alias in aliases)
-    return not writes and all(value.alias_info is not None for value in schema.returns)
+    views = [value.alias_info is not None for value in schema.returns]
+    return not writes and bool(views) and all(views)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -233,3 +236,11 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in pairs)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Return what two tensors have alike that are one: where they lie; of empty ones what they are.
+
+    An operator's result is not the object that its caller gets.
+    """
+    return _extent(tensor) if tensor.numel() else (tuple(tensor.shape), tensor.dtype)

@@ -26,7 +26,7 @@ from test_processes import errors_of, init
 from worlds import Batch, bits_equal, bytes_equal, make_batch, make_outs, make_world, random_bits
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     *(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 8])),
     *(st.sampled_from(PATHS), st.booleans(), st.sampled_from(["copy", "view"])),

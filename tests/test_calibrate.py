@@ -346,6 +346,8 @@ def test_a_signal_ends_torchrun_and_every_rank(tmp_path, number):
     started = subprocess.Popen(
         [*command, *sizes],
         env={**os.environ, "RAILWAVE_TEST_MARK": str(tmp_path)},
+        # Where the tests run in the background SIGINT is ignored, also by what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -363,13 +365,14 @@ def test_a_signal_ends_torchrun_and_every_rank(tmp_path, number):
 
 def test_torchruns_own_exit_code_is_handed_on_and_an_ignored_signal_stays_ignored():
     ends = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); raise SystemExit(7)"
+    interrupted = signal.getsignal(signal.SIGINT)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert cli._run_to_its_end([sys.executable, "-c", ends], dict(os.environ)) == 7
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is interrupted
 
 
 @pytest.mark.parametrize("missing", cli.TORCHRUN)

@@ -14,7 +14,9 @@ from test_processes import init
 from worlds import bits_equal, bytes_equal, make_batch, make_world
 
 # What makes code of graphs needs a compiler of C++ on a CPU.
-BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
+MADE = shutil.which("g++")
+BACKENDS = [pytest.param("aot_eager", marks=[pytest.mark.soak] if MADE else [])]
+BACKENDS += ["inductor"] if MADE else []
 
 
 def moe(rw, x, ids, weights, experts, alignment, shared):

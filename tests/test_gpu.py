@@ -317,12 +317,12 @@ def replays(rank, nodes, num_replays, wire, more):
     rw.close()
 
 
-def repeats(rank, nodes, wire):
+def repeats(rank, nodes, wire, more):
     """Call over and over with other tensors: from the third call on launches are repeated."""
     ranks, turns = 8, 12
     topo = railwave.Topology(nodes, ranks // nodes, ranks // nodes)
     sizes = {"num_experts": 2 * ranks, "hidden": 64, "max_tokens_per_rank": 32}
-    rw = init(topo, rank, **sizes, wire=wire)
+    rw = init(topo, rank, **sizes, wire=wire, **more)
     run, before = Replayed(rw, 32, 64, 3), None
     run.refill()
     for tokens in (32, 0):  # whatever is loaded at its first use is loaded now
@@ -332,7 +332,8 @@ def repeats(rank, nodes, wire):
     run.check(received, rw.combine(received.x, received.handle))
     torch.cuda.synchronize()
     dist.barrier()
-    for path, out in (("joint", "copy"), ("native", "view"), ("joint", "view")):
+    forms = (("joint", "copy"), ("native", "view"), ("joint", "view"), ("granted", "copy"))
+    for path, out in forms:
         for _ in range(turns):
             run.refill()
             mine = [tensor.clone() for tensor in (run.x, run.ids, run.weights)]
@@ -346,15 +347,49 @@ def repeats(rank, nodes, wire):
             before = (x, received.handle, y)
     rw.check()
     assert run.wrong.item() == 0
-    assert rw._recorded.repeats >= 3 * 2 * (turns - 4)
+    assert rw._recorded.repeats["dispatch"] == len(forms) * (turns - 2)
+    assert rw._recorded.repeats["combine"] >= len(forms) * (turns - 4)
     assert sum(row.put_bytes for row in received.handle.stats().rows) > 0
     dist.barrier()
     rw.close()
 
 
-@pytest.mark.parametrize("nodes, wire", [(2, None), (4, "nvshmem")])
-def test_calls_are_launched_as_they_were_before_with_other_tensors(nodes, wire):
-    run_all(repeats, 8, nodes, wire, timeout_s=200)
+@pytest.mark.parametrize(
+    "nodes, wire, more",
+    [(2, None, {}), (4, None, {"staging_records": 12}), (4, "nvshmem", {"staging_records": 12})],
+)
+def test_calls_are_launched_as_they_were_before_with_other_tensors(nodes, wire, more):
+    """Of one round, and of several, whose packing is launched beside a put."""
+    run_all(repeats, 8, nodes, wire, more, timeout_s=200)
+
+
+def beside(rank):
+    """A handle of repeated launches is combined on another stream, and let go of at once."""
+    rw = init(railwave.Topology(1, 1, 1), rank, hidden=64, max_tokens_per_rank=32, top_k=1)
+    x = torch.randint(-8, 9, (32, 64), device="cuda").bfloat16()
+    ids, weights = torch.zeros(32, 1, dtype=torch.int64, device="cuda"), torch.ones(32, 1).cuda()
+    other, want = torch.cuda.Stream(), x.clone()
+    for _ in range(6):
+        received = rw.dispatch(x, ids, weights, static_shapes=True)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(20_000_000)
+            y = rw.combine(received.x, received.handle)
+        received.x.record_stream(other)
+        tables = received.handle.recorded
+        del received
+        if tables is not None:
+            like = torch.full_like(tables.tables, 0x55)
+            del tables
+            junk = [torch.full_like(like, 0x55) for _ in range(3)]
+        torch.cuda.current_stream().wait_stream(other)
+        assert torch.equal(y, want)
+    assert rw._recorded.repeats["dispatch"] >= 2 and len(junk) == 3
+    rw.close()
+
+
+def test_tables_of_repeated_launches_outlive_their_handle_on_another_stream():
+    run_all(beside, 1, timeout_s=120, fresh=True)
 
 
 @pytest.mark.parametrize(

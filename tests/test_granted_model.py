@@ -252,9 +252,9 @@ DEMANDS = {
 }
 
 
-LONG = ("2 to 2", "late", 2)  # most states by far: `make soak`
+LONG = [("2 to 2", fault, 2) for fault in ("dead", "late")]  # most states by far: `make soak`
 CASES = [
-    pytest.param(*case, marks=[pytest.mark.soak] if case == LONG else [])
+    pytest.param(*case, marks=[pytest.mark.soak] if case in LONG else [])
     for case in itertools.product(DEMANDS, ("none", "dead", "late"), (1, 2))
 ]
 

@@ -4,7 +4,9 @@ Letters: N nodes, G GPUs a node, R rails, W = N * G ranks.
 """
 
 import random
+import time
 from collections import deque
+from threading import Thread
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from heaps import (
     KERNELS,
     LEAST,
+    ON_GPU,
     WIRE,
     Memory,
     failure,
@@ -64,7 +67,7 @@ class Cluster:
             **{"me": pe, "send_off": layout["send"], "recv_off": layout["recv"]},
             **{f"{name}_off": layout[name] for name in words},
             **{
-                "port_off": 0,
+                "port_off": layout["ports"] if self.config.shape.EMULATED else 0,
                 "begin": pe not in self.begun,
                 "packs": packs,
                 "most_steps": most_steps,
@@ -86,6 +89,18 @@ class Cluster:
     def word(self, pe, name, writer):
         """Return what `writer` has said to `pe`, above the phase's base."""
         return max(int(self.memory.got.region(pe, name, torch.int64)[writer]) - BASE, 0)
+
+    def records(self, node, chunk):
+        """Return what node 0 put, by now, as one of `put`'s chunks to a node, and what it has."""
+        layout = {"recv": (node, node - 1), "send": (0, node - 1)}  # who has it, for which peer
+        size = self.config.shape.CHUNK * RECORD_WORDS
+        slices = self.config.shape.PROXY_RECORDS * RECORD_WORDS
+        return [
+            self.memory.got.region(pe, name, torch.int32)[peer * slices :][chunk * size :][
+                :size
+            ].clone()
+            for name, (pe, peer) in layout.items()
+        ]
 
     def back(self, receiver, sender):
         """Return what a sender has said of hand-backs; -1 if it has said nothing."""
@@ -182,7 +197,7 @@ def test_every_record_arrives_once_whatever_the_order(cluster, order):
     cluster.check()
 
 
-def ring_of_chunks(*slices, nodes=3, parts=1, deadline_ms=10**9, patience_ms=10**9):
+def ring_of_chunks(*slices, nodes=3, parts=1, deadline_ms=10**9, patience_ms=10**9, **more):
     """Make a cluster of one GPU a node; slices (s, d, chunks), of so many parts each."""
     load = torch.tensor(table(nodes, *slices))[:, :, None] * LEAST * parts
     config = make_config(
@@ -190,6 +205,7 @@ def ring_of_chunks(*slices, nodes=3, parts=1, deadline_ms=10**9, patience_ms=10*
         max_tokens_per_rank=max(2, int(load.max())),
         staging_records=1,
         tiles={"chunk": LEAST, "chunks": 256},
+        **more,
     )
     times = {"deadline_ms": deadline_ms, "patience_ms": patience_ms}
     return Cluster(config, load, **times, least_bytes=parts * LEAST * RECORD_WORDS * 4)
@@ -405,3 +421,46 @@ def test_nothing_is_said_once_the_phase_has_failed():
     assert not cluster.step(0, most_steps=0)
     assert cluster.word(1, "granted", 0) == 0
     cluster.memory.check()
+
+
+@pytest.mark.skipif(ON_GPU, reason="plays the receivers beside an interpreted kernel")
+def test_a_sender_that_runs_to_its_end_through_nics_ends_each_chunk_once():
+    """As on a GPU: one launch, which sees slots end; receivers that are played grant it chunks."""
+    granted_chunks, parts = {1: 3, 2: 2}, 2
+    slices = ((0, d, n) for d, n in granted_chunks.items())
+    more = {"nic_gbs": 1e-6, "deadline_ms": 60_000}
+    cluster = ring_of_chunks(*slices, parts=2 * parts, **more)
+    S, memory = cluster.config.shape, cluster.memory.got
+    part_words = S.CHUNK * RECORD_WORDS
+    cluster.sizes |= {"part_bytes": 4 * part_words}
+    state, port = cluster.states[0], KERNELS.port
+    state[port.NIC_RATE.value] = 1  # byte a millisecond: a chunk takes longer than a few steps
+    state[port.NIC_GPU.value] = 0
+    came, seen = [], dict.fromkeys(granted_chunks, 0)
+
+    def receive():
+        given = dict.fromkeys(granted_chunks, 0)
+        while len(came) < parts * sum(granted_chunks.values()):
+            for d, n in granted_chunks.items():
+                landed, back = cluster.word(d, "landed", 0), cluster.word(d, "back", 0)
+                out, left = given[d] - landed // 2 - back // 2, n - given[d] + back // 2
+                if back % 2 and left and not out:
+                    given[d] += 1
+                    memory.region(0, "granted", torch.int64)[d] = BASE + given[d]
+                arrived = memory.region(d, "arrived", torch.int64)[seen[d]]
+                if seen[d] < parts * n and arrived == mark(cluster.config, 1, epoch=EPOCH):
+                    came.append(cluster.records(d, seen[d]))
+                    seen[d] += 1
+            time.sleep(0.001)
+
+    receiver = Thread(target=receive, daemon=True)
+    receiver.start()
+    assert cluster.step(0, most_steps=0)
+    receiver.join(10)
+    assert failure(state) is None and not receiver.is_alive()
+    assert all(torch.equal(*both) for both in came)
+    assert cluster.knows(0, "SERVING") == cluster.knows(0, "HELD") == -1
+    assert cluster.knows(0, "NEXT_NS") == 0
+    for d, n in granted_chunks.items():
+        assert cluster.word(d, "landed", 0) == 2 * n
+        assert int(cluster.put_words[0][d]) == n * parts * part_words

@@ -7,6 +7,7 @@ may wait for all of them before it makes room for that: for ever, if one waits f
 import re
 import subprocess
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,10 @@ def result(stages):
         return stop.value
 
 
-# A GPU for each PE; and one for eight, as if they were on other hosts.
-@pytest.mark.parametrize("sharing, remote", [(1, False), (8, True)])
+# A GPU for each PE; and one for eight, as if they were on other hosts: in `make soak`.
+@pytest.mark.parametrize(
+    "sharing, remote", [(1, False), pytest.param(8, True, marks=pytest.mark.soak)]
+)
 def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
     sharing, remote, tmp_path
 ):
@@ -144,9 +147,17 @@ def test_put_through_emulated_nics_keeps_all_in_registers_too(sharing, tmp_path)
         assert "%globaltimer" in asm["ptx"]
 
 
-@pytest.mark.parametrize("sharing", [1, 8])
+# Nodes, GPUs, tokens, hidden, top-k, and PEs to a GPU; all but two in `make soak`.
+SMALLEST = [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3), (2, 2, 2, 8, 1)]
+FEW = [(SMALLEST[1], 1), (SMALLEST[2], 8)]
+
+
 @pytest.mark.parametrize(
-    "sizes", [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3), (2, 2, 2, 8, 1)]
+    "sizes, sharing",
+    [
+        pytest.param(*both, marks=[] if both in FEW else [pytest.mark.soak])
+        for both in product(SMALLEST, [1, 8])
+    ],
 )
 def test_kernels_compile_at_the_smallest_sizes(sizes, sharing):
     granted = sizes[0] == 8 and sharing == 8  # a large kernel, and the same but for its lanes

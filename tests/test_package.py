@@ -53,13 +53,15 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     [
         ("torchrun_dispatch.py", 8, "8 ranks as 2 nodes; rows received: "),
         ("serve_static.py", 4, "4 ranks, 5 "),
-        ("mixtral_ep.py", 4, "4 ranks, 20 steps; loss "),  # fails by itself above 1e-5
+        ("mixtral_ep.py --steps=6", 4, "4 ranks, 6 steps; loss "),  # fails by itself above 1e-5
+        pytest.param("mixtral_ep.py", 4, "4 ranks, 20 steps; loss ", marks=pytest.mark.soak),
     ],
 )
 def test_the_torchrun_examples_run(name, ranks, said):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    file, *arguments = name.split()
     run = subprocess.run(
-        [*torchrun, f"--nproc-per-node={ranks}", ROOT / "examples" / name],
+        [*torchrun, f"--nproc-per-node={ranks}", ROOT / "examples" / file, *arguments],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         **{"capture_output": True, "text": True, "timeout": 300},
     )

@@ -9,10 +9,11 @@ from threading import Thread
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
 
 from railwave.arguments import check_call, check_out
 from railwave.exchange import Exchange, combine, dispatch
-from railwave.kernels import tell_launches
+from railwave.kernels import load, tell_launches
 from railwave.recorded import Recorded, _combine_of, _dispatch_of, persistent
 from railwave.recording import Recording, Tape, Turn
 from railwave.turns import Turns
@@ -54,16 +55,22 @@ def tensor_at(address, like):
     return memory.view(like.dtype).as_strided(like.shape, like.stride())
 
 
+def unseen(run):
+    """Return what runs unnoticed by a tape: interpreted launches call torch, others do not."""
+
+    def run_unseen(*args, **options):
+        with _disable_current_modes():
+            return run(*args, **options)
+
+    return run_unseen
+
+
 class UnseenTape(Tape):
-    """A tape of interpreted launches, which do what no launch on a GPU does: call torch."""
+    """A tape of interpreted launches."""
 
     def launched(self, kernel, grid, args, constants):
-        def unseen(*args):
-            with _disable_current_modes():
-                return kernel(*args)
-
         tensors = {i: arg for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-        super().launched(AtAddresses(unseen, tensors), grid, args, constants)
+        super().launched(AtAddresses(unseen(kernel), tensors), grid, args, constants)
 
 
 def run_taped(exchanges, stages, given, monkeypatch):
@@ -71,16 +78,8 @@ def run_taped(exchanges, stages, given, monkeypatch):
     tapes = [UnseenTape(one, persistent(pe)) for pe, one in zip(exchanges, given, strict=True)]
     results, running = {}, dict(enumerate(stages))
     waits = {pe: list for pe in running}
-    from triton.runtime.interpreter import InterpretedFunction
-
-    real = InterpretedFunction.run
-
-    def run(*args, **options):
-        with _disable_current_modes():
-            return real(*args, **options)
-
     with monkeypatch.context() as patched:
-        patched.setattr(InterpretedFunction, "run", run)
+        patched.setattr(InterpretedFunction, "run", unseen(InterpretedFunction.run))
         while running:
             for pe in [pe for pe in running if not exchanges[pe].late(waits[pe]())]:
                 tell_launches(tapes[pe].launched, interpret=True)
@@ -108,6 +107,21 @@ def play_together(recordings, given):
             mine = [one for one in recording._addresses if one[0] is launch.arguments]
             Recording([launch], mine, (), 0).play(begin, Stream(0))
     return pieces
+
+
+def written(handle):
+    """Yield what a dispatch writes of its handle's tables: the rest is anything."""
+    node = handle.exchange.node
+    yield from (handle.received, handle.num_records, handle.out_load, handle.in_load)
+    yield handle.own_rows[: handle.num_tokens]
+    for d, records in enumerate(handle.num_records.tolist()):
+        yield handle.record_token[d, :records]
+        if d != node:
+            yield handle.proxy[d, :records]
+            yield handle.slot[d, :records]
+    for s, records in enumerate(handle.in_load[:, handle.exchange.local].tolist()):
+        if s != node:
+            yield handle.in_rows[s, :records]
 
 
 def check_calls(batch, path, out):
@@ -144,23 +158,22 @@ def test_a_dispatch_and_its_combine_are_repeated_with_other_tensors(nodes, path,
         return [one._received(*made) for one, *made in each]
 
     def same(batch):
+        """Repeat the dispatch; return the handles, and those of an ordinary one."""
         again = repeat(batch)
         rows = [{n: getattr(r, n).clone() for n in ("x", "topk_idx", "num_rows")} for r in again]
-        tables = [one.handle.slot.clone() for one in again]
+        tables = [[table.clone() for table in written(one.handle)] for one in again]
         form = {"static_shapes": True, "out": "copy", "path": path}
         wanted = world.dispatch(batch.xs, batch.topk_idxs, batch.topk_weights, **form)
-        for rank, (got, table, want) in enumerate(zip(rows, tables, wanted, strict=True)):
+        for got, made, want in zip(rows, tables, wanted, strict=True):
             num_rows = int(want.num_rows)
             assert num_rows == int(got["num_rows"])
             assert bytes_equal(got["x"][:num_rows], want.x[:num_rows])
             assert bytes_equal(got["topk_idx"], want.topk_idx)
-            node = nodes - 1 - world.config.topo.node_of(rank)  # another one, if there are two
-            records = int(want.handle.num_records[node]) if nodes > 1 else 0
-            assert torch.equal(table[node, :records], want.handle.slot[node, :records])
-        return again
+            assert all(map(torch.equal, made, written(want.handle)))
+        return [one.handle for one in again], [one.handle for one in wanted]
 
     other = make_batch(world, 4)
-    handles = [one.handle for one in same(other)]
+    handles, _ = same(other)
     outs = [torch.randn(world.config.max_recv_rows, 8).bfloat16() for _ in exchanges]
 
     def combining(handles, outs):
@@ -175,20 +188,20 @@ def test_a_dispatch_and_its_combine_are_repeated_with_other_tensors(nodes, path,
         return stages, given
 
     stages, given = combining(handles, outs)
-    tapes, _ = run_taped(exchanges, stages, given, monkeypatch)
-    combines = [_combine_of(*one) for one in zip(tapes, _, exchanges, strict=True)]
+    tapes, ys = run_taped(exchanges, stages, given, monkeypatch)
+    combines = [_combine_of(*one) for one in zip(tapes, ys, strict=True)]
     assert all(combines), [tape.refused for tape in tapes]
 
     third = make_batch(world, 4)
-    handles = [one.handle for one in same(third)]
+    handles, ordinary = same(third)
     outs = [torch.randn(world.config.max_recv_rows, 8).bfloat16() for _ in exchanges]
-    _, given = combining(handles, outs)
+    given = combining(handles, outs)[1]
     pieces = play_together([one.recording for one in combines], given)
     for pe in exchanges:
         pe.advance()
-    wanted = world.combine(outs, handles)
+    wanted = world.combine(outs, ordinary)
     for one, made, want in zip(combines, pieces, wanted, strict=True):
-        assert bits_equal(one.y.of(made[one.y.piece]), want)
+        assert bits_equal(made[one.y], want)
 
 
 def taped(run, *, given=(), kept=()):
@@ -272,11 +285,20 @@ def test_tensors_in_one_another_are_not_recorded():
 
 
 def test_launches_of_another_thread_are_not_this_calls():
-    tape = Tape([], [])
-    thread = Thread(target=launch, args=(tape, OTHER))
-    thread.start()
-    thread.join()
-    assert tape.recording([])._steps == []
+    told, kernels = [], load(interpret=True)
+    clock = torch.zeros(1, dtype=torch.int64)
+    tell_launches(lambda *launch: told.append(launch), interpret=True)
+    try:
+        thread = Thread(target=kernels.wire.stamp, args=(clock,))
+        thread.start()
+        thread.join()
+        assert clock.item() and not told
+        kernels.wire.stamp(clock)
+        assert len(told) == 1
+    finally:
+        tell_launches(None, interpret=True)
+    kernels.wire.stamp(clock)
+    assert len(told) == 1
 
 
 def test_what_was_launched_beside_a_put_is_launched_there_again():

@@ -25,7 +25,13 @@ def memories(world):
     return copies
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        p if p in ("native", "joint", "granted") else pytest.param(p, marks=pytest.mark.soak)
+        for p in PATHS
+    ],
+)
 def test_nothing_is_waited_for_moved_or_told(world, path):
     batch = make_batch(world, 4)
     run(batch, path)

@@ -45,7 +45,7 @@ def filled(received, outs):
     return full
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     *(seeds, st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 8])),
     *(st.sampled_from(PATHS), st.booleans(), st.sampled_from(["copy", "view"]), st.booleans()),

@@ -39,7 +39,7 @@ def by_slice(rows, topo):
     return put
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     *(seeds, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 8])),
     *(st.sampled_from(PATHS), st.booleans(), st.booleans()),

@@ -53,7 +53,13 @@ def check_events(events):
     assert {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"} == named
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        p if p in ("native", "joint", "granted") else pytest.param(p, marks=pytest.mark.soak)
+        for p in PATHS
+    ],
+)
 def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
     world = make_world(3, 2, 2, staging_records=2)
     batch = make_batch(world, 4)

@@ -7,15 +7,21 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
+import pytest
 import torch
 
 from heaps import DEVICE
 from railwave import LocalWorld, Topology
-from railwave.config import BALANCED, WAVES
+from railwave.config import BALANCED, PATHS, WAVES
 from railwave.kernels.shape import make_format, padded
 from railwave.reference import combine_error_bound, combine_exact, combine_ref, dispatch_ref
 from railwave.sched import native_quota_ref, quota_ref
 
+# One path of each kind; the others in `make soak`.
+FEW_PATHS = [
+    pytest.param(path, marks=[] if path in ("native", "joint", "granted") else [pytest.mark.soak])
+    for path in PATHS
+]
 GUARD, POISON = 0xA5, 0xFF  # 0xFF is NaN in every float dtype, and -1
 
 

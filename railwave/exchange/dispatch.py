@@ -140,7 +140,7 @@ def _repeat(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
     yield from pe.hear_status(host_hears=host_hears, **counting)
     pe.put_words = put_words[0]
     form = {"view": call.view, "row_words": call.fmt.META, "anchor": None, "put_words": put_words}
-    form |= {"epoch": pe.epoch, "serial": pe.serial, "stream": pe.stream()}
+    form |= {"epoch": pe.epoch, "serial": pe.serial, "stream": pe.stream(), "recorded": None}
     handle = replace(call.again, **form)
     return Moves(pe, call, handle, handle.in_load)  # row_start is not read
 

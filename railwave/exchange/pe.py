@@ -371,7 +371,8 @@ class Exchange:
             part_bytes=self.config.of_a_rail(tiles.part_bytes),
             patience_ns=tiles.patience_ns,
             shape=self.config.shape,
-            block_w=2 * tiles.block_put,  # one program moves it all
+            block_w=tiles.block_put,
+            warps=tiles.warps,
         )
 
     def forward(self) -> None:

@@ -66,15 +66,20 @@ def _trace(package: str) -> None:
     sys.modules[f"{package}.lang"].around_launch = around  # type: ignore[attr-defined]
 
 
-def tell_launches(told: Callable[..., None] | None, *, interpret: bool = False) -> None:
-    """Tell of every launch of one mode from now on; None: no more.
+def tell_launches(tell: Callable[..., None] | None, *, interpret: bool = False) -> None:
+    """Tell of every launch of one mode by this thread from now on; None: no more.
 
     Args:
-        told: called after it with the kernel that is loaded, its grid, arguments and constants.
+        tell: called after it with the kernel that is loaded, its grid, arguments and constants.
     """
     load(interpret=interpret)
     package = _INTERPRETED if interpret else __name__
-    sys.modules[f"{package}.lang"].on_launch = told  # type: ignore[attr-defined]
+    sys.modules[f"{package}.lang"].told.launch = tell
+
+
+def launches_hooked() -> bool:
+    """Say whether somebody, a profiler of Triton's, is told of every launch of compiled kernels."""
+    return sys.modules[f"{__name__}.lang"].hooked()  # which are loaded by now
 
 
 def initialise_modules() -> None:

@@ -289,6 +289,12 @@ def _answer(bases_ptr, me, leader, back_off, base, before, after, S: tl.constexp
 
 
 @helper
+def _edge(table_ptr, to, chunk, n, S: tl.constexpr):
+    """Return at which of `put`'s chunks of n records the granted chunk for node `to` begins."""
+    return clamp(chunk * i64(tl.load(_row(table_ptr, RUN, S) + to)), 0, chunks_of(n, S))
+
+
+@helper
 def _queue(
     table_ptr,
     bases_ptr,
@@ -301,24 +307,38 @@ def _queue(
     S: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
 ):
-    """Queue a granted chunk at the ports between here and node `to`; return when it has passed."""
-    run: int = i64(tl.load(_row(table_ptr, RUN, S) + to))
+    """Take slots of both emulated NICs for a granted chunk; return when it will have passed."""
     n: int = i64(tl.load(send_load_ptr + to * S.G + me % S.G))
     chunks: int = chunks_of(n, S)
-    at: int = clamp(chunk * run, 0, chunks)
-    end: int = clamp((chunk + 1) * run, 0, chunks)
+    at: int = _edge(table_ptr, to, chunk, n, S)
+    end: int = _edge(table_ptr, to, chunk + 1, n, S)
     num_bytes: int = (n * end // chunks - n * at // chunks) * (RECORD_WORDS * 4)
     return reserve(bases_ptr, state_ptr, port_off, me, to * S.G + me % S.G, num_bytes, S)
 
 
 @helper
-def _land(table_ptr, bases_ptr, me, to, chunk, n, arrived_off, value, S: tl.constexpr):
-    """Set the arrived words of a granted chunk that has passed the emulated NICs."""
-    run: int = i64(tl.load(_row(table_ptr, RUN, S) + to))
-    end: int = clamp((chunk + 1) * run, 0, chunks_of(n, S))
-    word_off: int = arrived_off + me // S.G * S.CHUNKS * 8
-    words_ptr = heap_i64(bases_ptr, to * S.G + me % S.G, word_off)
-    say_arrived(words_ptr, chunk * run, end, value, AT_ONCE)
+def _land(
+    table_ptr,
+    bases_ptr,
+    me,
+    leader,
+    to,
+    chunk,
+    n,
+    arrived_off,
+    landed_off,
+    base,
+    value,
+    S: tl.constexpr,
+):
+    """Say that a granted chunk has landed; through emulated NICs first that it has arrived."""
+    if S.EMULATED:
+        word_off: int = arrived_off + me // S.G * S.CHUNKS * 8
+        words_ptr = heap_i64(bases_ptr, to * S.G + me % S.G, word_off)
+        at: int = _edge(table_ptr, to, chunk, n, S)
+        end: int = _edge(table_ptr, to, chunk + 1, n, S)
+        say_arrived(words_ptr, at, end, value, AT_ONCE)
+    _say(bases_ptr, me, to * S.G + leader, landed_off, base + 2 * chunk + 2, S)
 
 
 @helper
@@ -351,8 +371,8 @@ def _send(
 
     Idle, a sender takes a grant; with its chunk near its end it holds one; it hands back all
     others, and is closed to who gave them until it can take a grant. What is for the first `ready`
-    waves has been packed. A chunk passes emulated NICs in one slot, which a held one is given ahead
-    of time, as a NIC's own queue would; `waits`: for the slot's end, here.
+    waves has been packed. A chunk passes emulated NICs in a slot of each port, both of which a held
+    one is given ahead of time; `waits`: for the end of the later one, here.
     """
     node: int = me // S.G
     d = iota(S.N_P)
@@ -379,11 +399,11 @@ def _send(
             # Before another is begun, not after: the ports would idle for a step.
             chunk: int = _of(begun, d == serving) - 1
             n: int = i64(tl.load(send_load_ptr + serving * S.G + me % S.G))
-            run: int = i64(tl.load(_row(table_ptr, RUN, S) + serving))
-            if at >= clamp((chunk + 1) * run, 0, chunks_of(n, S)):
-                _land(table_ptr, bases_ptr, me, serving, chunk, n, arrived_off, value, S)
-                landed: int = base + 2 * chunk + 2
-                _say(bases_ptr, me, serving * S.G + leader, landed_off, landed, S)
+            if at >= _edge(table_ptr, serving, chunk + 1, n, S):
+                _land(
+                    *(table_ptr, bases_ptr, me, leader, serving, chunk, n),
+                    *(arrived_off, landed_off, base, value, S),
+                )
                 ended_now: int = ended_now + 1
                 serving: int = serving * 0 - 1
                 near: int = near * 0
@@ -401,7 +421,8 @@ def _send(
             begun = begun + (d == serving).to(tl.int64)
     to: int = clamp(serving, 0, S.N - 1)
     n: int = i64(tl.load(send_load_ptr + to * S.G + me % S.G))
-    end: int = clamp(_of(begun * tl.load(_row(table_ptr, RUN, S) + d), d == to), 0, chunks_of(n, S))
+    chunk: int = _of(begun, d == to) - 1
+    end: int = _edge(table_ptr, to, chunk + 1, n, S)
     part: int = i64(tl.load(_row(table_ptr, PART, S) + to))
     moves: int = i64(serving >= 0)
     last_part: int = i64(end - at <= part)
@@ -410,7 +431,6 @@ def _send(
             passes: int = next_ns + 0
             next_ns: int = next_ns * 0
             if passes == 0:
-                chunk: int = _of(begun, d == to) - 1
                 passes: int = _queue(
                     *(table_ptr, bases_ptr, state_ptr, send_load_ptr, me, to, chunk, port_off, S),
                     RECORD_WORDS,
@@ -427,10 +447,9 @@ def _send(
             new = new - (d == held).to(tl.int64)
     if S.EMULATED:
         if (held >= 0) & (next_ns == 0):
-            chunk: int = _of(begun, d == held)
             next_ns: int = _queue(
-                *(table_ptr, bases_ptr, state_ptr, send_load_ptr, me, held, chunk, port_off, S),
-                RECORD_WORDS,
+                *(table_ptr, bases_ptr, state_ptr, send_load_ptr, me, held),
+                *(_of(begun, d == held), port_off, S, RECORD_WORDS),
             )
 
     back = before + (1 - before % 2) * opens * sends
@@ -457,11 +476,11 @@ def _send(
             if (ended > 0) & (waits > 0):
                 wait_until(passes)
             ended: int = ended * i64((now >= passes) | (waits > 0))
-            if ended > 0:
-                chunk: int = _of(begun, d == to) - 1
-                _land(table_ptr, bases_ptr, me, to, chunk, n, arrived_off, value, S)
         if ended > 0:
-            _say(bases_ptr, me, to * S.G + leader, landed_off, base + 2 * _of(begun, d == to), S)
+            _land(
+                *(table_ptr, bases_ptr, me, leader, to, chunk, n),
+                *(arrived_off, landed_off, base, value, S),
+            )
             serving: int = serving * 0 - 1
             near: int = near * 0
     tl.debug_barrier()
@@ -640,7 +659,7 @@ def granted(
     patience_ns: int,
     shape: Shape,
     block_w: int,
-    warps: int = 8,
+    warps: int = 4,
 ) -> None:
     """Put all of this proxy's records into the ingress PEs' buffers, as those grant them.
 

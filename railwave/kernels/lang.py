@@ -12,6 +12,7 @@ is compiled loses those types (`_evaluated_once`).
 """
 
 import re
+import threading
 import time
 from functools import partial
 from inspect import signature
@@ -29,9 +30,9 @@ ROWS_AT_ONCE = tl.constexpr(1 if INTERPRET else 4)
 # Called around every launch while a trace is taken, see `railwave.tracing`: a context manager of a
 # kernel's name and its scalar arguments.
 around_launch = None
-# Told of every launch while a call is recorded, see `railwave.recording`: the loaded kernel, its
-# grid, its arguments and its constants.
-on_launch = None
+# `told.launch` of a thread is told of its launches while a call is recorded, see
+# `railwave.recording`: the loaded kernel, its grid, its arguments and its constants.
+told = threading.local()
 
 
 def _launch(kernel, names, args, launch):
@@ -41,6 +42,13 @@ def _launch(kernel, names, args, launch):
     scalars = {n: a for n, a in zip(names, args, strict=False) if not n.endswith("_ptr")}
     with around(kernel.__name__, scalars):
         return launch()
+
+
+def hooked():
+    """Say whether Triton tells somebody of launches."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def jit(fn):
@@ -58,10 +66,11 @@ def jit(fn):
 
         class Interpreted(InterpretedFunction):
             def run(self, *args, **options):
-                run = super().run
-                if on_launch is not None:
-                    on_launch(partial(run, **options), (*options["grid"], 1, 1)[:3], args, [])
-                return _launch(self, self.arg_names, args, lambda: run(*args, **options))
+                run, tell = super().run, getattr(told, "launch", None)
+                result = _launch(self, self.arg_names, args, lambda: run(*args, **options))
+                if tell is not None:
+                    tell(partial(run, **options), (*options["grid"], 1, 1)[:3], args, [])
+                return result
 
         kernel = Interpreted(fn)
         # As if they were constexpr: scalar arguments stay Python ints.
@@ -104,8 +113,9 @@ class _Kernel(triton.JITFunction):
             self._variants[key] = kernel
         else:
             kernel[sizes](*args, *constants)
-        if on_launch is not None:
-            on_launch(kernel, sizes, args, constants)
+        tell = getattr(told, "launch", None)
+        if tell is not None:
+            tell(kernel, sizes, args, constants)
         return kernel
 
 

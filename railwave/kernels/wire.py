@@ -407,7 +407,10 @@ def start_counting(put_words_ptr, record_words, S: tl.constexpr):
 
 @helper
 def say_arrived(words_ptr, first, last, value, AT_ONCE: tl.constexpr):
-    """Set the words of chunks [first, last), up to AT_ONCE together, after what was stored."""
+    """Set the words of chunks [first, last), up to AT_ONCE together, after what was stored.
+
+    AT_ONCE: 1 where there is one chunk, last being first + 1.
+    """
     if AT_ONCE == 1:
         signal(words_ptr + first, value, None)
     else:
