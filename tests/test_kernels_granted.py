@@ -423,7 +423,23 @@ def test_nothing_is_said_once_the_phase_has_failed():
     cluster.memory.check()
 
 
-@pytest.mark.skipif(ON_GPU, reason="plays the receivers beside an interpreted kernel")
+played = pytest.mark.skipif(ON_GPU, reason="plays the others beside an interpreted kernel")
+
+
+def play(others, until):
+    """Let `others`, which are played, say what they have to until `until` says that all is said."""
+
+    def run():
+        while not until():
+            others()
+            time.sleep(0.001)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@played
 def test_a_sender_that_runs_to_its_end_through_nics_ends_each_chunk_once():
     """As on a GPU: one launch, which sees slots end; receivers that are played grant it chunks."""
     granted_chunks, parts = {1: 3, 2: 2}, 2
@@ -436,31 +452,70 @@ def test_a_sender_that_runs_to_its_end_through_nics_ends_each_chunk_once():
     state, port = cluster.states[0], KERNELS.port
     state[port.NIC_RATE.value] = 1  # byte a millisecond: a chunk takes longer than a few steps
     state[port.NIC_GPU.value] = 0
-    came, seen = [], dict.fromkeys(granted_chunks, 0)
+    came = []
+    given, seen = dict.fromkeys(granted_chunks, 0), dict.fromkeys(granted_chunks, 0)
 
     def receive():
-        given = dict.fromkeys(granted_chunks, 0)
-        while len(came) < parts * sum(granted_chunks.values()):
-            for d, n in granted_chunks.items():
-                landed, back = cluster.word(d, "landed", 0), cluster.word(d, "back", 0)
-                out, left = given[d] - landed // 2 - back // 2, n - given[d] + back // 2
-                if back % 2 and left and not out:
-                    given[d] += 1
-                    memory.region(0, "granted", torch.int64)[d] = BASE + given[d]
-                arrived = memory.region(d, "arrived", torch.int64)[seen[d]]
-                if seen[d] < parts * n and arrived == mark(cluster.config, 1, epoch=EPOCH):
-                    came.append(cluster.records(d, seen[d]))
-                    seen[d] += 1
-            time.sleep(0.001)
+        for d, n in granted_chunks.items():
+            landed, back = cluster.word(d, "landed", 0), cluster.word(d, "back", 0)
+            out, left = given[d] - landed // 2 - back // 2, n - given[d] + back // 2
+            if back % 2 and left and not out:
+                given[d] += 1
+                memory.region(0, "granted", torch.int64)[d] = BASE + given[d]
+            arrived = memory.region(d, "arrived", torch.int64)[seen[d]]
+            if seen[d] < parts * n and arrived == mark(cluster.config, 1, epoch=EPOCH):
+                came.append(cluster.records(d, seen[d]))
+                seen[d] += 1
 
-    receiver = Thread(target=receive, daemon=True)
-    receiver.start()
-    assert cluster.step(0, most_steps=0)
-    receiver.join(10)
-    assert failure(state) is None and not receiver.is_alive()
+    receivers = play(receive, lambda: len(came) == parts * sum(granted_chunks.values()))
+    cluster.step(0, most_steps=0)
+    receivers.join(10)
+    assert failure(state) is None and not receivers.is_alive()
     assert all(torch.equal(*both) for both in came)
     assert cluster.knows(0, "SERVING") == cluster.knows(0, "HELD") == -1
     assert cluster.knows(0, "NEXT_NS") == 0
     for d, n in granted_chunks.items():
         assert cluster.word(d, "landed", 0) == 2 * n
         assert int(cluster.put_words[0][d]) == n * parts * part_words
+
+
+@played
+def test_a_receiver_that_runs_to_its_end_grants_all_and_never_more_than_two_at_once():
+    """As on a GPU, a program of its own; senders that are played take a grant or hand it back."""
+    chunks, order = {1: 5, 2: 4}, random.Random(0)
+    cluster = ring_of_chunks(*((s, 0, n) for s, n in chunks.items()), deadline_ms=60_000)
+    memory = cluster.memory.got
+    answered, landed = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
+    back, out = dict.fromkeys(chunks, 0), []
+
+    def say(name, sender, value):
+        memory.region(0, name, torch.int64)[sender] = BASE + value
+
+    def send():
+        for s in chunks:
+            if back[s] % 2 == 0 and landed[s] < chunks[s]:  # opens, at first or again
+                back[s] += 1
+                say("back", s, back[s])
+            given = cluster.word(s, "granted", 0)
+            open_grants = sum(cluster.word(q, "granted", 0) - answered[q] for q in chunks)
+            out.append(open_grants)
+            if given == answered[s]:
+                continue
+            answered[s] += 1
+            if order.random() < 0.3:  # busy
+                back[s] += 1
+                say("back", s, back[s])
+            else:
+                say("landed", s, 2 * landed[s] + 1)
+                time.sleep(0.005)  # of which the receiver may grant one more
+                landed[s] += 1
+                say("landed", s, 2 * landed[s])
+
+    senders = play(send, lambda: landed == chunks)
+    cluster.step(0, most_steps=0)
+    senders.join(10)
+    assert failure(cluster.states[0]) is None and not senders.is_alive()
+    assert torch.equal(cluster.row(0, "LANDED_READ")[1:3], torch.tensor([10, 8]))
+    assert max(out) <= granted.OUTSTANDING.value >= cluster.knows(0, "MOST_OUT") >= 1
+    given = [cluster.word(s, "granted", 0) for s in chunks]
+    assert given == [n + back[s] // 2 for s, n in chunks.items()]
