@@ -1,6 +1,6 @@
 # `make demo` and `make test` each set up all they need in .venv; neither needs a GPU.
 PYTHON ?= python3
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 
 # Relative paths throughout, so that a checkout under a path with spaces works.
 VENV := .venv

@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from heaps import DEVICE, ON_GPU
 
-settings.register_profile("railwave", deadline=None, max_examples=60)
+settings.register_profile("railwave", deadline=None, max_examples=30)
 settings.register_profile("ci", settings.get_profile("railwave"), derandomize=True)
 settings.register_profile("gpu", settings.get_profile("railwave"), max_examples=12)
 settings.load_profile("gpu" if ON_GPU else "ci" if os.environ.get("CI") else "railwave")

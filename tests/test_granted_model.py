@@ -265,7 +265,7 @@ def test_whatever_happens_the_others_get_all_their_chunks(demand, fault, outstan
     assert search(Model(DEMANDS[demand], outstanding, fault)) > 10
 
 
-@pytest.mark.parametrize("outstanding", [1, 2])
+@pytest.mark.parametrize("outstanding", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_every_demand_of_single_chunks_on_3_nodes(outstanding):
     """All 64, of which with two outstanding those of up to 4 pairs."""
     pairs = list(itertools.permutations(range(3), 2))
@@ -274,7 +274,7 @@ def test_every_demand_of_single_chunks_on_3_nodes(outstanding):
             search(Model(table(3, *((*pair, 1) for pair in some)), outstanding))
 
 
-@pytest.mark.parametrize("outstanding", [1, 2])
+@pytest.mark.parametrize("outstanding", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_more_chunks_on_4_nodes(outstanding):
     for demand in (
         table(4, (0, 1, 2), (0, 2, 1), (0, 3, 1)),

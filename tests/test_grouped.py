@@ -45,9 +45,10 @@ def check_grouped(received, wanted, case, *, static):
     assert len(received.x) == n or static
 
 
-# Every dtype on one path, every path with one dtype; all of them in `make soak`.
+# Every dtype on one path, each kind of path with one dtype; all of them in `make soak`.
+FEW = [("joint", dtype) for dtype in [*DTYPES, FP8]] + [("native", FP8), ("granted", FP8)]
 ALL = [
-    pytest.param(*both, marks=[] if "joint" in both or FP8 in both else [pytest.mark.soak])
+    pytest.param(*both, marks=[] if both in FEW else [pytest.mark.soak])
     for both in product(PATHS, [*DTYPES, FP8])
 ]
 

@@ -128,7 +128,7 @@ def told(memory, me, counts):
         memory.words(pe, "notify")[me] = mark(memory.config, 0, epoch=7)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters(), st.integers(0, 9), st.integers(0, 3), st.none() | st.just(5), st.data())
 def test_copy_in(cluster, num_rows, more, status, data):
     """There are `more` rows than came: they are not copied."""
@@ -171,7 +171,7 @@ def test_copy_in(cluster, num_rows, more, status, data):
     assert torch.equal(state, make_state(epoch=7, notifies=4 + (status is not None)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters(), st.integers(0, 4), st.booleans(), st.data())
 def test_own(cluster, num_tokens, tell, data):
     config, dtype, hidden, sizes, memory = cluster
@@ -256,7 +256,7 @@ def unify_nan(memory, pes, name, dtype):
             region[region.isnan()] = torch.nan
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(clusters().filter(with_peers), st.sampled_from(DTYPES), st.data())
 def test_reduce(cluster, wire_dtype, data):
     config, dtype, hidden, sizes, memory = cluster
@@ -301,7 +301,7 @@ def test_reduce_rounds_a_tie_to_even():
     memory.check()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(clusters().filter(with_peers), st.data())
 def test_take(cluster, data):
     config, dtype, hidden, sizes, memory = cluster
@@ -441,7 +441,7 @@ def test_case_c5_rounding_errors_of_a_sum_do_not_grow():
 # return: words only
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters().filter(with_peers), st.booleans(), st.data())
 def test_give_back(cluster, has_next, data):
     config, _, _, _, memory = cluster

@@ -94,7 +94,7 @@ def tables(config, num_rows, sizes):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(arrived(), st.booleans(), st.integers(1, 3), st.data())
 def test_place_and_spread(case, zero_padding, extra, data):
     config, memory, rows, received, sizes = case
@@ -140,7 +140,7 @@ def test_place_example():
     assert got[3].tolist()[:3] == [4, 1, 2] and got[4].tolist()[:3] == [0, 2, 4]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     *(seeds, st.sampled_from(DTYPES), st.integers(1, 9), st.integers(0, 5), st.integers(1, 3)),
     *(st.booleans(), st.booleans(), st.sampled_from([0, 4, 8]), st.data()),

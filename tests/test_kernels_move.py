@@ -139,7 +139,7 @@ def node_batch(config, fmt, num_tokens):
     return ranks
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters(), st.integers(0, 4), st.integers(0, 2), st.data())
 def test_pack(cluster, num_tokens, wait_step, data):
     config, fmt, sizes, memory = cluster
@@ -232,7 +232,7 @@ def run_local_once(config, fmt, rows):
     return own_rows
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters(), st.integers(0, 4), st.booleans(), st.data())
 def test_local(cluster, num_tokens, tell_packed, data):
     config, fmt, sizes, memory = cluster
@@ -324,7 +324,7 @@ def allow_put(memory, me, this):
     memory.words(me, "grant")[:] = mark(memory.config, this.step)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters(), st.booleans(), st.data())
 def test_put(cluster, tell_taken, data):
     config, fmt, sizes, memory = cluster
@@ -416,7 +416,7 @@ def run_unpack(memory, state, in_rows, load, row_start, *, me, this, fmt, sizes,
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(clusters(), st.booleans(), st.data())
 def test_unpack(cluster, has_next, data):
     config, fmt, sizes, memory = cluster
@@ -477,7 +477,7 @@ def test_unpack_example():
     assert in_rows[1, 0].tolist() == [28, -1]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     *(clusters(), st.integers(0, 9), st.integers(0, 3), st.booleans()),
     *(st.sampled_from([torch.int32, torch.int64]), st.data()),

@@ -393,7 +393,7 @@ def node_slices(draw):
     return Slices(config, records, node, shift=draw(shifts))
 
 
-@settings(max_examples=70)
+@settings(max_examples=35)
 @given(node_slices(), st.booleans(), st.sampled_from([32, 64, 1024]))
 def test_quota_and_match_are_algorithm_1(slices, balanced, block):
     check_node(slices, balanced=balanced, block=block)
@@ -491,7 +491,7 @@ def run_arrivals(config, messages, me, *, shift=0):
     return got
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     seeds,
     *(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), shifts),
@@ -562,7 +562,7 @@ def run_describe(config, records, windows, record_bytes):
     return want
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     seeds,
     *(st.integers(1, 5), st.sampled_from([1, 2, 3, 8]), st.integers(1, 4), st.integers(0, 3)),

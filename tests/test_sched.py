@@ -47,7 +47,7 @@ def gpu_slices(draw):
     return records, rail_of_gpu, rule(counts, eligible, node)[:, peer]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(slices())
 def test_quotas_conserve_demand_and_differ_by_at_most_one(case):
     counts, eligible, node = case
@@ -63,7 +63,7 @@ def test_quotas_conserve_demand_and_differ_by_at_most_one(case):
         assert own.max() - own.min() <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(slices())
 def test_native_quotas_move_only_records_of_ineligible_rails(case):
     counts, eligible, node = case
@@ -104,7 +104,7 @@ def test_remainder_counts_eligible_rails_only():
     assert quotas[:, 1].tolist() == [1, 0, 2, 1]  # (0 + 1) mod 3 = 1: the second eligible rail
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(gpu_slices())
 def test_match_keeps_the_first_records_and_fills_every_rail(case):
     records, rail_of_gpu, quotas = case
@@ -125,7 +125,7 @@ def test_match_keeps_the_first_records_and_fills_every_rail(case):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(gpu_slices())
 def test_match_moves_surplus_in_order(case):
     """The moved records, by (rail, index), take the free slots by (rail, slot)."""
@@ -163,7 +163,7 @@ def test_match_moves_as_few_records_as_possible(counts, quotas):
     assert moved == brute_force_fewest_moves(counts, quotas)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(gpu_slices())
 def test_proxy_slots_are_distinct_and_contiguous(case):
     records, rail_of_gpu, quotas = case
@@ -181,7 +181,7 @@ def test_proxy_slots_are_distinct_and_contiguous(case):
         assert sum(loads[gpu] for gpu in on_rail) == quota
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(gpu_slices())
 def test_kept_records_stay_with_their_gpu_at_their_index(case):
     records, rail_of_gpu, quotas = case
@@ -212,7 +212,7 @@ def test_every_wave_is_a_permutation_and_every_pair_appears_once(nodes):
     assert sorted(pairs) == list(itertools.permutations(range(nodes), 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_rotating_the_node_labels_keeps_the_cost_of_waves(nodes, shift, random):
     demand = [[random.randrange(100) for _ in range(nodes)] for _ in range(nodes)]
@@ -224,7 +224,7 @@ def test_rotating_the_node_labels_keeps_the_cost_of_waves(nodes, shift, random):
     assert cost(lambda node: node) == cost(lambda node: (node + shift) % nodes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(slices())
 def test_plan_reports_what_it_moves(case):
     counts, _, node = case

@@ -54,7 +54,7 @@ def test_records_are_never_divided(demand):
         assert (schedule.transfer_bytes % 7 == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demand=demands(unit=3))
 def test_parts_are_those_of_the_references(demand):
     """Pair by pair, in records and in bytes: quota_ref and native_quota_ref."""
@@ -208,7 +208,7 @@ def test_schedule_refuses_other_columns():
         dataclasses.replace(good, order="later")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 2**32 - 1), st.sampled_from([1, 4, 1000]))
 def test_birkhoff_stages_rebuild_the_matrix(nodes, seed, high):
     matrix = np.random.default_rng(seed).integers(0, high + 1, (nodes, nodes))

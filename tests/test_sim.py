@@ -82,7 +82,7 @@ def flow_sets(draw):
     return send, receive, np.array(amount)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(flow_sets(), st.integers(0, 2**32 - 1))
 def test_rates_are_those_of_plain_progressive_filling(flows, seed):
     send, receive, _ = flows
@@ -92,7 +92,7 @@ def test_rates_are_those_of_plain_progressive_filling(flows, seed):
     assert rates == pytest.approx(plain_rates(send, receive, send_rate, receive_rate), **CLOSE)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(flow_sets(), st.sampled_from(list(INCAST.values())))
 def test_ends_are_those_of_plain_steps(flows, incast):
     send, receive, amount = flows
@@ -135,7 +135,7 @@ def test_equal_senders_of_one_receiver(incast):
         assert seconds("rate", demand, Fabric(4.0, incast=incast)) == num_senders * 15
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demands(), st.sampled_from(list(INCAST.values())))
 def test_waves_cost_their_busiest_port(demand, incast):
     """One sender a receiver: no sharing, no incast; also when flows are followed all the same."""
@@ -237,7 +237,7 @@ def free_by_hand(schedule, rate):
     return max([0, *sending.values()])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demands())
 def test_free_waves_are_those_by_hand_and_no_slower_than_with_barriers(demand):
     for name in ("permutation", "joint"):
@@ -332,7 +332,7 @@ def test_ultra_ep_by_arithmetic():
 # --- what must hold for any demand ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demands(), st.sampled_from(list(INCAST.values())), st.sampled_from([math.inf, 3.0]))
 def test_the_bound_is_never_beaten(demand, incast, nvlink_bytes_s):
     fabric = Fabric(2.0, nvlink_bytes_s=nvlink_bytes_s, incast=incast)
@@ -343,7 +343,7 @@ def test_the_bound_is_never_beaten(demand, incast, nvlink_bytes_s):
         assert seconds(name, demand, fabric, barrier=False) >= bound_s(demand, 2.0) * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demands(), st.randoms(use_true_random=False), st.sampled_from(list(INCAST.values())))
 def test_any_relabelling_of_nodes_keeps_native_and_rate(demand, random, incast):
     """Of bytes that can stay on their rail: the others' remainders turn with the labels."""
@@ -358,7 +358,7 @@ def test_any_relabelling_of_nodes_keeps_native_and_rate(demand, random, incast):
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demands(unit=5), st.integers(0, 4))
 def test_a_rotation_of_nodes_keeps_waves_to_within_a_record_a_wave(demand, shift):
     nodes = demand.topo.nodes
@@ -368,7 +368,7 @@ def test_a_rotation_of_nodes_keeps_waves_to_within_a_record_a_wave(demand, shift
         assert abs(times[0] - times[1]) <= record * (nodes - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(demands(), st.sampled_from([1.0, 1.5, 4.0]), st.sampled_from(list(INCAST.values())))
 def test_faster_ports_never_lengthen_a_path(demand, factor, incast):
     slow = Fabric(2.0, nvlink_bytes_s=3.0, wave_latency_s=0.5, incast=incast)
