@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from railwave import Topology
 from railwave.arguments import check_call, check_out, check_repeat
-from railwave.config import COMPILED, Config, fitting
+from railwave.config import COMPILED, PATHS, Config, fitting
 from railwave.exchange import Exchange, combine, dispatch
 from railwave.heap import LocalHeap
 from railwave.kernels import load
@@ -112,20 +112,27 @@ def result(stages):
         return stop.value
 
 
-# A GPU for each PE; and one for eight, as if they were on other hosts: in `make soak`.
-@pytest.mark.parametrize(
-    "sharing, remote", [(1, False), pytest.param(8, True, marks=pytest.mark.soak)]
-)
+FEW = ("joint", "granted")
+FULL = [
+    pytest.param(*on, paths, marks=[] if paths == FEW else [pytest.mark.soak])
+    for paths in (FEW, PATHS)
+    # A GPU for each PE; and one for eight, as if they were on other hosts.
+    for on in ((1, False), (8, True))
+]
+
+
+@pytest.mark.parametrize("sharing, remote, paths", FULL)
 def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
-    sharing, remote, tmp_path
+    sharing, remote, paths, tmp_path
 ):
     seen = set()
-    for launch in recorded(4, 8, 4096, 7168, 8, sharing=sharing, remote=remote):
+    for launch in recorded(4, 8, 4096, 7168, 8, sharing=sharing, remote=remote, paths=paths):
         kernel, _, constants, *_ = launch
         asm = compiled(*launch)
         name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
         stack = stack_of(asm, tmp_path)
         assert stack <= 64, (name, stack, constants)  # a few saved registers are no array
+        assert name != "granted" or registers_of(tmp_path) <= 128
         if name in MOVING:
             seen.add(name)
             for what in ("ld", "st"):
@@ -142,6 +149,7 @@ def test_put_through_emulated_nics_keeps_all_in_registers_too(sharing, tmp_path)
     for put in puts:
         asm = compiled(*put)
         assert stack_of(asm, tmp_path) <= 64
+        assert put[0].__name__ != "_granted_kernel" or registers_of(tmp_path) <= 128
         for what in ("ld", "st"):
             assert re.search(rf"{what}\.global\S*\.v4", asm["ptx"]), what
         assert "%globaltimer" in asm["ptx"]
@@ -149,13 +157,13 @@ def test_put_through_emulated_nics_keeps_all_in_registers_too(sharing, tmp_path)
 
 # Nodes, GPUs, tokens, hidden, top-k, and PEs to a GPU; all but two in `make soak`.
 SMALLEST = [(2, 2, 1, 8, 1), (1, 1, 1, 1, 1), (8, 1, 1, 5, 3), (2, 2, 2, 8, 1)]
-FEW = [(SMALLEST[1], 1), (SMALLEST[2], 8)]
+QUICK = [(SMALLEST[1], 1), (SMALLEST[2], 8)]
 
 
 @pytest.mark.parametrize(
     "sizes, sharing",
     [
-        pytest.param(*both, marks=[] if both in FEW else [pytest.mark.soak])
+        pytest.param(*both, marks=[] if both in QUICK else [pytest.mark.soak])
         for both in product(SMALLEST, [1, 8])
     ],
 )
@@ -183,7 +191,16 @@ def compiled(kernel, signature, constants, attrs, options):
 def stack_of(asm, folder):
     """Return the bytes of local memory that a kernel takes a thread."""
     (folder / "cubin").write_bytes(asm["cubin"])
+    return _usage(folder, "STACK")
+
+
+def registers_of(folder):
+    """Return the registers a thread of the kernel that `stack_of` was asked about."""
+    return _usage(folder, "REG")
+
+
+def _usage(folder, what):
     said = subprocess.run(
         [CUOBJDUMP, "-res-usage", folder / "cubin"], capture_output=True, text=True
     ).stdout
-    return int(re.search(r"Function _.*\n.*STACK:(\d+)", said)[1])
+    return int(re.search(rf"Function _.*\n.*{what}:(\d+)", said)[1])

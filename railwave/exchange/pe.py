@@ -372,7 +372,6 @@ class Exchange:
             patience_ns=tiles.patience_ns,
             shape=self.config.shape,
             block_w=tiles.block_put,
-            warps=tiles.warps,
         )
 
     def forward(self) -> None:

@@ -53,6 +53,7 @@ from .wire import (
 
 OUTSTANDING = tl.constexpr(2)  # grants that a receiver may have out on a rail
 CHUNKS_A_SLICE = tl.constexpr(32)  # at most
+WARPS = 8  # of a program; it has 128 registers a thread, and so no more than another of 4 warps
 AT_ONCE = tl.constexpr(64)  # of `put`'s chunks: words that are set together
 
 # What a PE knows, int64 (ROWS, LANES). A receiver has a lane for each sending PE of its rail:
@@ -698,7 +699,7 @@ def granted(
     patience_ns: int,
     shape: Shape,
     block_w: int,
-    warps: int = 4,
+    warps: int = WARPS,
 ) -> None:
     """Put all of this proxy's records into the ingress PEs' buffers, as those grant them.
 
