@@ -1,10 +1,8 @@
 """Put records as receivers grant them, chunk by chunk: the protocol of `docs/granted.md`.
 
-A PE's sender and its receiver each wait for nothing: they read what others say, answer, move at
-most one part of a chunk, and look again. Where a launch runs to the end each is a program, which
-needs no other of its launch; else one takes both parts in turn, some steps a launch. The words are
-of its own stage, as no other stage's may be: it never waits for one particular word, and there is
-the proof that it ends.
+One program of a PE takes both parts in turn and waits for nothing: it reads what others say,
+answers, moves at most one part of a chunk, and looks again. Its words are of its own stage, as no
+other stage's may be: it never waits for one particular word, and there is the proof that it ends.
 
 Words, above `epoch << 32`, the first at the sender, the others at the receiver:
 
@@ -63,28 +61,25 @@ LANDED_READ = tl.constexpr(2)
 BACK_READ = tl.constexpr(3)  # 0: it has not begun
 ASIDE = tl.constexpr(4)  # 1: said nothing for too long, and is not waited for
 HEARD_NS = tl.constexpr(5)  # when it said something, or was granted something
-# And one of each of these:
-TURN = tl.constexpr(6)  # the node that is granted first, of equals
-MOST_OUT = tl.constexpr(7)  # the most grants out at once
-ROWS_IN = tl.constexpr(8)
 # A sender has a lane for each node:
-CHUNKS_OUT = tl.constexpr(8)  # chunks that go there
-RUN = tl.constexpr(9)  # of `put`'s chunks in one of these
-PART = tl.constexpr(10)  # of `put`'s chunks in a part
-GRANTED_READ = tl.constexpr(11)
-BACK_SAID = tl.constexpr(12)
-BEGUN = tl.constexpr(13)  # chunks begun
+CHUNKS_OUT = tl.constexpr(6)  # chunks that go there
+RUN = tl.constexpr(7)  # of `put`'s chunks in one of these
+PART = tl.constexpr(8)  # of `put`'s chunks in a part
+GRANTED_READ = tl.constexpr(9)
+BACK_SAID = tl.constexpr(10)
+BEGUN = tl.constexpr(11)  # chunks begun
 # And one of each of these:
-SERVING = tl.constexpr(14)  # the node whose chunk is put, or -1
-AT = tl.constexpr(15)  # the next of `put`'s chunks in it
-NEAR = tl.constexpr(16)  # 1: all but its last part has been put
-HELD = tl.constexpr(17)  # the node whose grant waits for its end, or -1
-PASSES_NS = tl.constexpr(18)  # when the chunk will have passed the emulated NICs
-NEXT_NS = tl.constexpr(19)  # when that of HELD will, if it is queued behind it; 0: it is not
-# Both have one of each of these:
-NEWS_NS = tl.constexpr(20)  # when anything was read or done
-DONE = tl.constexpr(21)  # of steps: all is put, and all that was to come has landed
-NEWS = tl.constexpr(22)  # of steps: something was read or done in the last one
+TURN = tl.constexpr(12)  # the node that is granted first, of equals
+SERVING = tl.constexpr(13)  # the node whose chunk is put, or -1
+AT = tl.constexpr(14)  # the next of `put`'s chunks in it
+NEAR = tl.constexpr(15)  # 1: all but its last part has been put
+HELD = tl.constexpr(16)  # the node whose grant waits for its end, or -1
+NEWS_NS = tl.constexpr(17)  # when anything was read or done
+DONE = tl.constexpr(18)  # 1: all is put, and all that was to come has landed
+NEWS = tl.constexpr(19)  # 1: something was read or done in the last step
+MOST_OUT = tl.constexpr(20)  # the most grants out at once
+PASSES_NS = tl.constexpr(21)  # when the chunk will have passed the emulated NICs
+NEXT_NS = tl.constexpr(22)  # when that of HELD will, if it is queued behind it; 0: it is not
 ROWS = tl.constexpr(23)
 NOBODY = tl.constexpr(1 << 30)
 
@@ -151,58 +146,49 @@ def _run(n, least_words, S: tl.constexpr, RECORD_WORDS: tl.constexpr):
 
 
 @helper
-def _begin_in(
+def _begin(
     table_ptr,
+    send_load_ptr,
     recv_load_ptr,
     rail_mates_ptr,
     me,
-    least_words,
-    S: tl.constexpr,
-    RECORD_WORDS: tl.constexpr,
-):
-    """Fill a receiver's rows as they are before anything is said."""
-    node: int = me // S.G
-    q = iota(S.N_P * S.RAIL_GPUS_P)
-    for row in range(1, ROWS_IN):
-        tl.store(_row(table_ptr, row, S) + q, q * 0)
-    s = q // S.RAIL_GPUS_P
-    j = q % S.RAIL_GPUS_P
-    g = tl.load(rail_mates_ptr + j, mask=j < S.RAIL_GPUS, other=-1).to(tl.int64)
-    receives: int = i64(i64(tl.load(rail_mates_ptr)) == me % S.G)
-    mask = (g >= 0) & (s < S.N) & (s != node)
-    n = tl.load(recv_load_ptr + s * S.G + g, mask=mask, other=0).to(tl.int64) * receives
-    run = _run(n, least_words, S, RECORD_WORDS)
-    tl.store(_row(table_ptr, CHUNKS_IN, S) + q, cdiv(_put_chunks(n, S), run))
-    tl.debug_barrier()
-    tl.store(_row(table_ptr, TURN, S), i64((node + S.N - 1) % S.N))
-    tl.debug_barrier()
-
-
-@helper
-def _begin_out(
-    table_ptr,
-    send_load_ptr,
-    me,
+    now,
     least_words,
     part_words,
     S: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
 ):
-    """Fill a sender's rows as they are before anything is said."""
+    """Fill the table as it is before anything is said."""
+    node: int = me // S.G
+    local: int = me % S.G
     q = iota(S.N_P * S.RAIL_GPUS_P)
-    for row in range(ROWS_IN, NEWS_NS):
-        tl.store(_row(table_ptr, row, S) + q, q * 0)
+    zero = q * 0
+    for row in range(1, ROWS):
+        tl.store(_row(table_ptr, row, S) + q, zero)
     tl.debug_barrier()
-    d = iota(S.N_P)
-    mask = (d < S.N) & (d != me // S.G)
-    n = tl.load(send_load_ptr + d * S.G + me % S.G, mask=mask, other=0).to(tl.int64)
+    s = q // S.RAIL_GPUS_P
+    j = q % S.RAIL_GPUS_P
+    g = tl.load(rail_mates_ptr + j, mask=j < S.RAIL_GPUS, other=-1).to(tl.int64)
+    receives: int = i64(i64(tl.load(rail_mates_ptr)) == local)
+    mask = (g >= 0) & (s < S.N) & (s != node)
+    n = tl.load(recv_load_ptr + s * S.G + g, mask=mask, other=0).to(tl.int64) * receives
     run = _run(n, least_words, S, RECORD_WORDS)
-    tl.store(_row(table_ptr, CHUNKS_OUT, S) + d, cdiv(_put_chunks(n, S), run))
+    chunks = cdiv(_put_chunks(n, S), run)
+    tl.store(_row(table_ptr, CHUNKS_IN, S) + q, chunks)
+    d = iota(S.N_P)
+    mask = (d < S.N) & (d != node)
+    n = tl.load(send_load_ptr + d * S.G + local, mask=mask, other=0).to(tl.int64)
+    run = _run(n, least_words, S, RECORD_WORDS)
+    chunks = cdiv(_put_chunks(n, S), run)
+    tl.store(_row(table_ptr, CHUNKS_OUT, S) + d, chunks)
     tl.store(_row(table_ptr, RUN, S) + d, run)
     part = tl.maximum(_pieces(n, part_words, S, RECORD_WORDS), 1)
     tl.store(_row(table_ptr, PART, S) + d, part)
+    tl.debug_barrier()
+    tl.store(_row(table_ptr, TURN, S), i64((node + S.N - 1) % S.N))
     tl.store(_row(table_ptr, SERVING, S), i64(-1))
     tl.store(_row(table_ptr, HELD, S), i64(-1))
+    tl.store(_row(table_ptr, NEWS_NS, S), i64(now))
     tl.debug_barrier()
 
 
@@ -511,20 +497,15 @@ def _send(
 
 
 @helper
-def _owed_in(table_ptr, S: tl.constexpr):
-    """Return how many chunks have not landed here."""
+def _owed(table_ptr, S: tl.constexpr):
+    """Return how many chunks have not landed here, and how many have not left."""
     q = iota(S.N_P * S.RAIL_GPUS_P)
     landed = tl.load(_row(table_ptr, LANDED_READ, S) + q) // 2
-    return i64(tile_sum(tl.load(_row(table_ptr, CHUNKS_IN, S) + q) - landed, 0))
-
-
-@helper
-def _owed_out(table_ptr, S: tl.constexpr):
-    """Return how many chunks have not left."""
+    comes: int = i64(tile_sum(tl.load(_row(table_ptr, CHUNKS_IN, S) + q) - landed, 0))
     d = iota(S.N_P)
     begun = tl.load(_row(table_ptr, BEGUN, S) + d)
     goes: int = i64(tile_sum(tl.load(_row(table_ptr, CHUNKS_OUT, S) + d) - begun, 0))
-    return goes + i64(i64(tl.load(_row(table_ptr, SERVING, S))) >= 0)
+    return comes + goes + i64(i64(tl.load(_row(table_ptr, SERVING, S))) >= 0)
 
 
 @helper
@@ -602,64 +583,44 @@ def _granted_kernel(
 ):
     """Put this PE's records as they are granted, and grant others theirs, until all is done.
 
-    Of two programs the first sends and the second receives. One alone does both in turn, for
-    `most_steps` steps, or until there is nothing to do, and goes on in another launch.
+    Or for `most_steps` steps, or until there is nothing to do, and go on in another launch.
     """
     me: int = i64(me)
     local: int = me % S.G
     leader: int = i64(tl.load(rail_mates_ptr))
     base: int = i64(tl.load(state_ptr + EPOCH)) * 4294967296
     value: int = mark(state_ptr, 1, S)
-    alone: int = i64(tl.num_programs(0) == 1)
-    sends: int = i64(tl.program_id(0) == 0)
-    receives: int = i64(i64(tl.program_id(0)) + alone > 0)
     tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed")  # gives the time before
     now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
     if i64(begin) > 0:
-        if sends > 0:
-            _begin_out(
-                *(table_ptr, send_load_ptr, me, i64(least_words), i64(part_words)),
-                *(S, RECORD_WORDS),
-            )
-        if receives > 0:
-            _begin_in(
-                *(table_ptr, recv_load_ptr, rail_mates_ptr, me, i64(least_words)),
-                *(S, RECORD_WORDS),
-            )
-        if alone > 0:
-            tl.store(_row(table_ptr, DONE, S), i64(0))
-        tl.store(_row(table_ptr, NEWS_NS, S), now)
+        _begin(
+            *(table_ptr, send_load_ptr, recv_load_ptr, rail_mates_ptr, me, now),
+            *(i64(least_words), i64(part_words), S, RECORD_WORDS),
+        )
     deadline: int = i64(tl.load(state_ptr + DEADLINE_NS))
     steps: int = i64(0)
     going: int = alive(state_ptr)
     while going > 0:
         now: int = i64(tl.atomic_max(state_ptr + CLOCK_NS, clock_ns(), sem="relaxed"))
-        ready: int = i64(S.N)
-        news: int = i64(0)
-        owed: int = i64(0)
-        if sends > 0:
-            ready: int = _ready(bases_ptr, state_ptr, me, packed_off, i64(packs), S)
-            news: int = news + _send(
-                *(table_ptr, bases_ptr, state_ptr, put_words_ptr, send_load_ptr, me, leader),
-                *(ready, now, i64(most_steps), i64(part_words), i64(port_off)),
-                *(send_off, recv_off, arrived_off, granted_off, landed_off, back_off),
-                *(base, value, S, RECORD_WORDS, BLOCK_W),
+        ready: int = _ready(bases_ptr, state_ptr, me, packed_off, i64(packs), S)
+        news: int = _send(
+            *(table_ptr, bases_ptr, state_ptr, put_words_ptr, send_load_ptr, me, leader, ready),
+            *(now, i64(most_steps), i64(part_words), i64(port_off)),
+            *(send_off, recv_off, arrived_off, granted_off, landed_off, back_off),
+            *(base, value, S, RECORD_WORDS, BLOCK_W),
+        )
+        if leader == local:
+            news: int = news + _receive(
+                *(table_ptr, bases_ptr, state_ptr, rail_mates_ptr, me),
+                *(granted_off, landed_off, back_off, base, now, i64(patience_ns), S),
             )
-            owed: int = owed + _owed_out(table_ptr, S)
-        if receives > 0:
-            if leader == local:
-                news: int = news + _receive(
-                    *(table_ptr, bases_ptr, state_ptr, rail_mates_ptr, me),
-                    *(granted_off, landed_off, back_off, base, now, i64(patience_ns), S),
-                )
-            owed: int = owed + _owed_in(table_ptr, S)
         steps: int = steps + 1
-        if alone > 0:
-            if owed == 0:
-                tl.store(_row(table_ptr, DONE, S), i64(1))
-            tl.store(_row(table_ptr, NEWS, S), i64(news > 0))
+        owed: int = _owed(table_ptr, S)
+        if owed == 0:
+            tl.store(_row(table_ptr, DONE, S), i64(1))
+        tl.store(_row(table_ptr, NEWS, S), i64(news > 0))
         if news > 0:
-            tl.store(_row(table_ptr, NEWS_NS, S), now)  # of either part: a moment more or less
+            tl.store(_row(table_ptr, NEWS_NS, S), now)
         else:
             relax()
             if (owed > 0) & (now - i64(tl.load(_row(table_ptr, NEWS_NS, S))) > deadline):
@@ -720,15 +681,14 @@ def granted(
         packs: records for wave k may be put once the node has said packed(k), all of them once it
             has said packed(packs); 0: they are there.
         most_steps: after so many, or as soon as nothing happens, the launch ends; DONE in the table
-            says whether all is done. 0: it ends when that is so, or at the deadline, and has a
-            program for each part.
+            says whether all is done. 0: it ends when that is so, or at the deadline.
         record_words: 32-bit words of a record.
         least_bytes: of a chunk that is granted, unless a slice has less.
         part_bytes: a part holds as many, or one of `put`'s chunks.
         patience_ns: how long a sender may say nothing before another is granted in its place.
         block_w, warps: words a tile, warps.
     """
-    _granted_kernel[(1 if most_steps else 2,)](
+    _granted_kernel[(1,)](
         *(table, bases, state, put_words, send_load, recv_load, rail_mates),
         *(me, send_off, recv_off, arrived_off, granted_off, landed_off, back_off, packed_off),
         *(port_off, int(begin), packs, most_steps),
