@@ -17,7 +17,7 @@ from railwave.kernels import launches_hooked, tell_launches
 from railwave.recording import Recording, Tape, View
 from railwave.turns import Turns
 
-MOST_KINDS = 256  # that are remembered; then the oldest is forgotten
+MOST_KINDS = 256  # that are remembered; then the one that was not used for longest is forgotten
 MOST_TRIES = 4  # to take a kind down: what is refused may lie in one call's addresses
 _ANEW = ("epoch", "serial", "stream", "recorded")  # fields that differ from handle to handle
 _SHARED = ("topk_idx", "topk_weights", "counts")  # that a handle keeps of what its caller has
@@ -90,7 +90,10 @@ class Recorded:
             given: x, topk_idx and topk_weights.
             form: all other arguments.
         """
-        if form.get("static_shapes") is not True or form.get("extras", ()) not in (None, (), []):
+        extras = form.get("extras")
+        if extras is not None and (type(extras) not in (tuple, list) or extras):
+            return None
+        if form.get("static_shapes") is not True:
             return None
         if form.get("expert_alignment") is not None:
             return None  # sets values in new tensors

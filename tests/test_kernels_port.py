@@ -13,7 +13,7 @@ from heaps import DEVICE, KERNELS, WIRE, make_config
 from processes import run_all
 from railwave import LocalWorld, Topology
 from railwave.agreement import checked_wire
-from railwave.config import Config
+from railwave.config import PATHS, Config
 from railwave.heap import LocalHeap
 from worlds import bits_equal, bytes_equal, make_batch, make_outs, make_world
 
@@ -106,8 +106,7 @@ def test_all_paths_give_the_same_bits_through_nics(topo):
     batch = make_batch(worlds[0], [4, 0, 3, 4, 1, 2])
     outs, found = make_outs(batch), []
     for world in worlds:
-        # Native and joint differ from rail and permutation in what is sent, not in how.
-        for path in ("native", "joint", "granted"):
+        for path in PATHS:
             received = world.dispatch(*batch.arguments, path=path)
             ys = world.combine(
                 [o.to(world.config.device) for o in outs], [r.handle for r in received]

@@ -51,7 +51,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
 @pytest.mark.parametrize(
     "name, ranks, said",
     [
-        ("torchrun_dispatch.py", 4, "4 ranks as 2 nodes; rows received: "),
+        ("torchrun_dispatch.py", 8, "8 ranks as 2 nodes; rows received: "),
         ("serve_static.py", 4, "4 ranks, 5 "),
         ("mixtral_ep.py --steps=6", 4, "4 ranks, 6 steps; loss "),  # fails by itself above 1e-5
         pytest.param("mixtral_ep.py", 4, "4 ranks, 20 steps; loss ", marks=pytest.mark.soak),

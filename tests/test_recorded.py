@@ -4,6 +4,7 @@ A process stands for a rank with a GPU: its kernels are interpreted, at addresse
 are none. So nothing here waits for another rank.
 """
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -96,7 +97,7 @@ def other_calls(rank):
         rw.combine(view.x.clone().requires_grad_(), view.handle)
 
     x, ids, weights = batch()
-    for wrong in (0, {}, False, torch.zeros(1), torch.ones(4, 2)):
+    for wrong in (0, {}, False, torch.zeros(1), torch.ones(4, 2), np.ones((4, 2))):
         with pytest.raises(TypeError, match="extras must be a sequence of tensors"):
             rw.dispatch(x, ids, weights, **STATIC, extras=wrong)
         rw.reset()
