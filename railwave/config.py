@@ -106,7 +106,7 @@ COMPILED = Tiles(
     programs=128,
     warps=8,
     granted_bytes=4_000_000,  # a round trip is 5 us
-    part_bytes=1_000_000,  # and two steps of who grants and who is granted are 35 more
+    part_bytes=1_000_000,  # 40 us: that, and the steps of who grants and who is granted
     patience_ns=50_000_000,
 )
 
