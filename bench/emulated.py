@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ from bench.emulated_cases import (
     Plan,
     all_cases,
     cluster,
+    most_sent,
     plans,
 )
 from bench.emulated_model import described, network
@@ -132,25 +134,32 @@ def _asked(options: argparse.Namespace, on: Cluster) -> list[str]:
     return [method for method in options.methods if PATH_OF[method] in on.paths]
 
 
+def listed(options: argparse.Namespace) -> list[Case]:
+    """List every case of the layouts that are asked for, and all of H800's."""
+    trace = options.trace and routed.layer_loads(routed.read_trace(options.trace))
+    h800 = cluster("h800", options.nodes, options.gpus, options.nic_gbs)
+    on = {**clusters(options), "h800": h800}
+    paper = {layout: one for layout, one in on.items() if layout != "wide"}
+    return [
+        *all_cases(on, options.tokens, options.samples, trace),
+        *extras.cases(paper, options.tokens, options.samples or SAMPLES),
+    ]
+
+
 def work(options: argparse.Namespace) -> list[Case]:
-    """List the cases of the slice that is asked for, those of a layout one after another.
+    """Keep the cases of the slice that is asked for, those of a layout one after another.
 
     Raises:
         ValueError: no such slice.
     """
-    trace = options.trace and routed.layer_loads(routed.read_trace(options.trace))
     on = clusters(options)
-    listed = {**on, "h800": cluster("h800", options.nodes, options.gpus, options.nic_gbs)}
-    cases = all_cases(listed, options.tokens, options.samples, trace)
-    paper = {layout: one for layout, one in listed.items() if layout != "wide"}
-    cases += extras.cases(paper, options.tokens, options.samples or SAMPLES)
     counts: dict[tuple[str, str], int] = {}
     kept = []
-    for case in cases:
+    for case in listed(options):
         family, layout = case.about["family"], case.about["layout"]
         counts[family, layout] = counts.get((family, layout), 0) + 1
         asked = family in options.families and layout in on
-        if asked and counts[family, layout] <= (options.cases or len(cases)):
+        if asked and counts[family, layout] <= (options.cases or counts[family, layout]):
             kept.append(case)
     kept.sort(key=lambda case: LAYOUTS.index(case.about["layout"]))
     return _sliced(kept, options.slice)
@@ -180,11 +189,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     until = float(os.environ.get(BEGAN, time.time())) + options.time_limit
     done = first(keys_in(options.out))
-    cases = _left(options, done)
+    everything, cases = listed(options), _left(options, done)
     for layout, on in clusters(options).items():
         here = [case for case in cases if case.about["layout"] == layout]
         if here and first(time.time() < until):
-            for row in _on_cluster(options, on, here, device, until):
+            # Of all cases, so that slices, whatever they hold, have the same graphs.
+            sent = most_sent([case for case in everything if case.about["layout"] == layout])
+            for row in _on_cluster(options, on, here, sent, device, until):
                 had = done.get(row_key(row), 0)
                 if dist.get_rank() == 0 and had < row.get("samples", DEEP_SAMPLES):
                     yield {"bench": "emulated", **row}
@@ -225,6 +236,7 @@ def _on_cluster(
     options: argparse.Namespace,
     on: Cluster,
     cases: list[Case],
+    sent: np.ndarray,
     device: torch.device,
     until: float,
 ) -> Iterator[dict[str, Any]]:
@@ -236,7 +248,8 @@ def _on_cluster(
         made[case.key] = [p for p in wanted if p.method in _asked(options, on)]
         for plan in made[case.key]:
             most[plan.path] = max(most[plan.path], len(plan.calls))
-    rank, empty, slowest_s = Rank(on, _sizes(options, on), device, most), {}, 0.0
+    rank = Rank(on, _sizes(options, on), sent, device, most)
+    empty, slowest_s = {}, 0.0
     try:
         empty = empty_calls(rank, min(SAMPLES, options.samples or SAMPLES))
         for number, case in enumerate(cases):
@@ -289,6 +302,7 @@ def _rows(
     about = {"case_key": case.key, **case.about, **described(case)}
     about |= {"nic_gbs": rate, "bound_us": round(alone.bound_us, 2)}
     about |= {"pes": rank.on.topo.num_ranks, "hidden": rank.sizes.hidden}
+    about |= {"padded_tokens": rank.padded_tokens}
     for plan in made:
         of = same[plan.method]
         row = {**about, "method": plan.method, "path": plan.path, "calls": len(plan.calls)}

@@ -216,6 +216,27 @@ def all_cases(
     return cases
 
 
+def most_sent(cases: list[Case]) -> np.ndarray:
+    """Return how many records each rank owns at most in a call of any method: (W,), at least 1.
+
+    A rank owns what is its own; in the order of NCCL what is bound for its number; in that of FAST
+    its part of what goes to one node.
+
+    Example:
+        >>> owned, bound = np.zeros((2, 2, 2), int), np.zeros((2, 2, 2), int)
+        >>> owned[0, :, 1], bound[0, 1] = [5, 1], [2, 4]
+        >>> demand = Demand(owned, bound, Topology(2, 2, 2))
+        >>> most_sent([Case({}, Replay(demand, ()), 1)]).tolist()
+        [5, 4, 1, 1]
+    """
+    most = 1
+    for demand in (case.replay.demand for case in cases):
+        evenly = -(-demand.between_nodes.max(axis=1) // demand.topo.gpus_per_node)
+        for sent in (demand.owned.sum(axis=2), demand.bound.sum(axis=1), evenly[:, None]):
+            most = np.maximum(most, sent)
+    return most.reshape(-1)
+
+
 def between_ranks(demand: Demand) -> np.ndarray:
     """Return (W, W) records from rank to rank with the demand's margins.
 

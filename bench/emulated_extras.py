@@ -84,6 +84,7 @@ def rows(options: Any, rank: Rank, case: Case, empty: dict[str, float]) -> Itera
     """Measure a case; yield its rows. Collective."""
     about = {"case_key": case.key, **case.about, "nic_gbs": rank.on.nic_gbs}
     about |= {"pes": rank.on.topo.num_ranks, "hidden": rank.sizes.hidden}
+    about |= {"padded_tokens": rank.padded_tokens}
     family = case.about["family"]
     if family == "workspace":
         yield {**about, "method": "railwave", **workspace()}

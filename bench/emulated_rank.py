@@ -2,9 +2,10 @@
 
 On a GPU each (path, number in a sequence) is one CUDA graph of a dispatch and its combine, with
 static shapes and rows as a view, captured once: what a case sends is written into the tensor that
-the graph reads. On a CPU the same calls run one by one, interpreted.
+the graph reads, which has room for what this rank sends in any case. On a CPU the same calls run
+one by one, interpreted.
 
-Letters: W ranks, T tokens a rank, H hidden.
+Letters: W ranks, T tokens of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LINE_UP_CYCLES = 5_000_000  # of a GPU: about 2.5 ms
 class Sizes:
     """What a world is made for."""
 
-    tokens: int  # T, also the most rows a rank may receive
+    tokens: int  # at most of a rank, sent or received
     hidden: int
     deadline_s: float = 120.0
 
@@ -118,8 +119,19 @@ class Rank:
     """This rank's communicator, its prepared calls and its stamps. Collective throughout."""
 
     def __init__(
-        self, on: Cluster, sizes: Sizes, device: torch.device, most_calls: dict[str, int]
+        self,
+        on: Cluster,
+        sizes: Sizes,
+        sent: np.ndarray,
+        device: torch.device,
+        most_calls: dict[str, int],
     ) -> None:
+        """Prepare calls.
+
+        Args:
+            sent: (W,), the most tokens that each rank sends in a call.
+            most_calls: by path, calls of a sequence.
+        """
         self.on, self.sizes, self.device = on, sizes, device
         self.on_gpu, self.rank = device.type == "cuda", dist.get_rank()
         self.warm_ups = WARM_UPS if self.on_gpu else 0  # interpreted times are no matter
@@ -133,12 +145,13 @@ class Rank:
         self.exchange = self.rw._exchange
         self.stamps = Stamps(self.exchange)
         draw = torch.Generator().manual_seed(self.rank)
-        self.x = torch.randn(sizes.tokens, sizes.hidden, generator=draw).bfloat16().to(device)
-        self.weights = torch.ones(sizes.tokens, 1, device=device)
+        tokens, self.padded_tokens = int(sent[self.rank]), int(sent.sum())
+        self.x = torch.randn(tokens, sizes.hidden, generator=draw).bfloat16().to(device)
+        self.weights = torch.ones(tokens, 1, device=device)
         most = max(most_calls.values())
         if self.on_gpu:
             torch.cuda._sleep(1)  # loads it
-        self.topk = torch.full((most, sizes.tokens, 1), -1, device=device)
+        self.topk = torch.full((most, tokens, 1), -1, device=device)
         self.stamped = {
             (path, i): self.stamps.new() for path, n in most_calls.items() for i in range(n)
         }
@@ -151,7 +164,7 @@ class Rank:
         """Check on every path that each token comes back as it went: to the rank after this."""
         self.stamps.into = self.stamps.new()
         ids = torch.full_like(self.topk[0], (self.rank + 1) % self.on.topo.num_ranks)
-        ids[self.sizes.tokens // 2 :] = -1
+        ids[len(ids) // 2 :] = -1
         want = self.x * (ids >= 0)
         for path in self.on.paths:
             barrier(self.device)  # what is used between calls is loaded by now, see bench.mps
@@ -201,9 +214,9 @@ class Rank:
         """Return (T, 1) expert ids, here ranks, of what this rank sends; -1 for the rest."""
         row = torch.from_numpy(call[self.rank].copy())
         ids = torch.arange(len(row)).repeat_interleave(row)
-        if len(ids) > self.sizes.tokens or int(call.sum(axis=0).max()) > self.sizes.tokens:
+        if len(ids) > len(self.x) or int(call.sum(axis=0).max()) > self.sizes.tokens:
             raise ValueError(f"--tokens must be at least {max(len(ids), int(call.sum(0).max()))}")
-        rest = torch.full((self.sizes.tokens - len(ids),), -1)
+        rest = torch.full((len(self.x) - len(ids),), -1)
         return torch.cat([ids, rest]).view(-1, 1).to(self.device)
 
     def sample(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,12 @@ from bench.sampling import (
 from bench.timeline import WARM_UPS, kernels_of
 from bench.timing import device_copy_launch, empty_launch, time_launches
 
-FORMS = ("eager", "static", "graph", "training", "fp8")
+FORMS = ("eager", "static", "graph", "training", "fp8", "traced")
 TOP_K = 8
 NODES = {1: 1, 32: 4}  # of so many PEs; else 2
 SERVING_TOKENS = 128  # up to here a graph is set beside one of empty launches
 COPY_BYTES = 1 << 30
-HOST_SAMPLES = 50
+HOST_SAMPLES = 30
 PLANNING = ("_count", "_forward", "_describe", "_verdict", "_quota", "_match")
 STATIC = {"static_shapes": True, "out": "view"}
 
@@ -87,6 +88,7 @@ class World:
             top_k=self.top_k,
             hidden=max(options.hidden),
             max_tokens_per_rank=tokens,
+            staging_records=options.staging_records,
             paths=options.paths,
             device=device,
             deadline_s=60,
@@ -143,8 +145,12 @@ class World:
         if self.on_gpu and "static" in forms:
             for path in self.options.paths:
                 host = {"form": "static", "phase": "launch a dispatch, host", "path": path}
-                yield {**about, **host, **summary(self._host(batch, path))}
+                for ranks, samples_us in self._host(batch, path).items():
+                    yield {**about, **host, "ranks": ranks, **summary(samples_us)}
                 yield from ({**about, "path": path, **line} for line in launches[path])
+        if self.on_gpu and "traced" in forms:
+            for path in self.options.paths:
+                yield from ({**about, **line} for line in self._traced(batch, path))
 
     def _batch(self, hidden: int) -> Batch:
         draw = torch.Generator().manual_seed(self.rank)
@@ -302,16 +308,48 @@ class World:
             barrier(self.device)
         return gather(lines)[0]
 
-    def _host(self, batch: Batch, path: str) -> list[float]:
-        """Time the call of a dispatch alone, at the slowest PE, in microseconds."""
-        steps, times = self._pair(batch, path, **STATIC), []
-        for _ in range(HOST_SAMPLES + WARM_UPS):
-            barrier(self.device)
+    def _host(self, batch: Batch, path: str) -> dict[str, list[float]]:
+        """Time the call of a dispatch alone, at the slowest PE, in microseconds.
+
+        All ranks at once; and each while the others' hosts idle, their launches on the GPU.
+        """
+        steps = self._pair(batch, path, **STATIC)
+
+        def timed() -> float:
             began_s = time.perf_counter()
             steps["dispatch"]()
-            times.append((time.perf_counter() - began_s) * 1e6)
+            return (time.perf_counter() - began_s) * 1e6
+
+        times: dict[str, list[float]] = {"all at once": [], "one at a time": []}
+        for _ in range(HOST_SAMPLES + WARM_UPS):
+            barrier(self.device)
+            times["all at once"].append(timed())
             steps["combine"]()
-        return slowest(times[WARM_UPS:])
+            barrier(self.device)
+            for rank in range(self.topo.num_ranks):
+                if rank == self.rank:
+                    times["one at a time"].append(timed())
+                dist.barrier()
+            steps["combine"]()
+        return {ranks: slowest(us[WARM_UPS:]) for ranks, us in times.items()}
+
+    def _traced(self, batch: Batch, path: str) -> list[dict[str, Any]]:
+        """Time a dispatch and a combine while a trace is taken and while none is, in turns."""
+        timed = [
+            Timed({"path": path, "form": "static"}, self._pair(batch, path, **STATIC)),
+            *self._graphs(batch, path)[-1:],
+        ]
+        lines = []
+        for one in timed:
+            times: dict[bool, list[float]] = {False: [], True: []}
+            for _ in range(self.options.samples):
+                for on, found in times.items():
+                    with railwave.trace() if on else nullcontext():
+                        [by_phase] = take_samples([one], 1, self.device)
+                    found += by_phase["both"]
+            for on, samples_us in times.items():
+                lines.append({**one.about, "phase": "both", "traced": on, **summary(samples_us)})
+        return lines
 
     def _copy_gbs(self) -> float:
         """Measure bytes read and written per nanosecond by one process, the others idle."""
