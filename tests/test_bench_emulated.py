@@ -41,7 +41,10 @@ def test_every_method_moves_the_same_records(layout, pattern):
     counts = torch.arange(16) ** 2
     case = emulated_cases.Case({}, replay(pattern, counts, on.topo, record_bytes=1), 1)
     owned = case.replay.demand.owned
+    most_sent = emulated_cases.most_sent([case])
+    assert most_sent.sum() < 1.5 * owned.sum()  # no rank has room for what others send
     for plan in emulated_cases.plans(case):
+        assert all((call.sum(axis=1) <= most_sent).all() for call in plan.calls), plan.method
         moved = sum(plan.calls).reshape(4, 8, 4, 8)
         assert np.array_equal(moved.sum(axis=(1, 3)), case.replay.demand.between_nodes), plan.method
         if plan.method != "fast":  # which has spread them over the rails beforehand
