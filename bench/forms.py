@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,9 @@ from bench.sampling import (
 )
 from bench.timeline import WARM_UPS, kernels_of
 from bench.timing import device_copy_launch, empty_launch, time_launches
+from railwave.kernels import tell_launches
 
-FORMS = ("eager", "static", "graph", "training", "fp8", "traced")
+FORMS = ("eager", "static", "graph", "training", "fp8", "traced", "shares")
 TOP_K = 8
 NODES = {1: 1, 32: 4}  # of so many PEs; else 2
 SERVING_TOKENS = 128  # up to here a graph is set beside one of empty launches
@@ -118,12 +119,14 @@ class World:
                 timed += [self._static(batch, path) for path in self.options.paths]
             # All that runs beside the phases is loaded now, see bench/mps.py.
             copy_gbs = self._copy_gbs()
-            launches = {path: self._launches(batch, path) for path in self.options.paths}
             for path in self.options.paths if "graph" in forms else ():
-                timed += self._graphs(batch, path)
+                graphs = self._graphs(batch, path)
+                timed += graphs
                 if self.tokens <= SERVING_TOKENS:
-                    timed.append(self._empties(path, launches[path]))
+                    timed.append(self._empties(path, graphs[-1].about["launches"]))
                     timed.append(self._nothing(batch, path))
+            if "graph" in forms and "fp8" in forms:
+                timed += [self._fp8(batch, path, captured) for path in self.options.paths]
             if self.peer:
                 run = vdev.make_dispatch(self.peer, batch.x, batch.topk_idx, self.experts)
                 timed.append(Timed({"form": "all_to_all_vdev_2d"}, {"dispatch": run}))
@@ -147,10 +150,9 @@ class World:
                 host = {"form": "static", "phase": "launch a dispatch, host", "path": path}
                 for ranks, samples_us in self._host(batch, path).items():
                     yield {**about, **host, "ranks": ranks, **summary(samples_us)}
-                yield from ({**about, "path": path, **line} for line in launches[path])
-        if self.on_gpu and "traced" in forms:
-            for path in self.options.paths:
-                yield from ({**about, **line} for line in self._traced(batch, path))
+        for form, make in (("traced", self._traced), ("shares", self._stages)):
+            for path in self.options.paths if self.on_gpu and form in forms else ():
+                yield from ({**about, **line} for line in make(batch, path))
 
     def _batch(self, hidden: int) -> Batch:
         draw = torch.Generator().manual_seed(self.rank)
@@ -212,21 +214,29 @@ class World:
         self._check(batch, x.grad, f"{path}, backward")
         return Timed({"path": path, "form": "training"}, {"forward": forward, "backward": backward})
 
-    def _fp8(self, batch: Batch, path: str) -> Timed:
+    def _fp8(self, batch: Batch, path: str, capture: Callable[[Step], Step] | None = None) -> Timed:
         """Return a dispatch of e4m3 rows with a float32 scale for each 128 elements."""
         x = batch.x.to(torch.float8_e4m3fn)
-        scales = torch.ones(len(x), _blocks(x.shape[1]), device=self.device)
+        scales = torch.rand(len(x), _blocks(x.shape[1]), device=self.device)
         how = {**STATIC, "extras": (scales,)} if self.on_gpu else {"extras": (scales,)}
         got = {}
 
         def dispatch() -> None:
             got["received"] = self.rw.dispatch(x, *batch.arguments[1:], path=path, **how)
 
+        def sums() -> torch.Tensor:
+            barrier(self.device)
+            return self.rw.combine(got["received"].extras[0].contiguous(), got["received"].handle)
+
         dispatch()
+        # The scales come back as often as a token has ranks: as rows of bfloat16 do.
+        if not torch.allclose(sums(), scales * batch.num_ranks, rtol=1e-5):
+            raise RuntimeError(f"{path}, e4m3: wrong scales at rank {self.rank}")
         barrier(self.device)
-        form = "static, e4m3 rows and float32 scales" if self.on_gpu else "eager, e4m3 and scales"
-        about = {"path": path, "form": form, "dtype": "float8_e4m3fn"}
-        return Timed(about, {"dispatch": dispatch}, "fp8")
+        form = ("graph" if capture else "static") if self.on_gpu else "eager"
+        about = {"path": path, "form": f"{form}, e4m3 rows and float32 scales"}
+        about["dtype"] = "float8_e4m3fn"
+        return Timed(about, {"dispatch": capture(dispatch) if capture else dispatch}, "fp8")
 
     def _static(self, batch: Batch, path: str) -> Timed:
         return Timed({"path": path, "form": "static"}, self._pair(batch, path, **STATIC), "view")
@@ -247,19 +257,23 @@ class World:
             dispatch()
             combine()
 
-        about, timed = {"path": path, "form": "graph"}, []
+        timed = []
         for phase, run in (("dispatch", dispatch), ("combine", combine), ("both", both)):
+            launched: list[Any] = []
+            tell_launches(lambda kernel, *_, to=launched: to.append(kernel))
             # A graph keeps the memory that it writes: the second reads the first's handle there.
-            timed.append(Timed(about, {phase: captured(run)}, "view"))
+            step = captured(run)
+            tell_launches(None)
+            about = {"path": path, "form": "graph", "launches": len(launched)}
+            timed.append(Timed(about, {phase: step}, "view"))
             barrier(self.device)
             timed[-1].steps[phase]()
             if phase != "dispatch":
                 self._check(batch, y, f"{path} in a graph: {phase}")
         return timed
 
-    def _empties(self, path: str, lines: list[dict[str, Any]]) -> Timed:
+    def _empties(self, path: str, count: int) -> Timed:
         """Capture as many empty launches as a dispatch and a combine have, without waits."""
-        count = sum(line["launches"] for line in lines)
         launch = empty_launch(self.device)
 
         def run() -> None:
@@ -294,14 +308,18 @@ class World:
         if bad:
             raise RuntimeError(f"{what}: combine gave wrong sums at ranks {bad}")
 
-    def _launches(self, batch: Batch, path: str) -> list[dict[str, Any]]:
-        """Count launches, and share the time out, of each phase: by the profiler, at rank 0."""
+    def _stages(self, batch: Batch, path: str) -> list[dict[str, Any]]:
+        """Share the time out over the kernels of each phase, by the profiler, at rank 0.
+
+        A process that has been profiled launches more slowly from then on.
+        """
         steps, lines = self._pair(batch, path, **STATIC), []
         for phase, run in steps.items():
             barrier(self.device)
             if self.rank == 0:
                 kernels = kernels_of(run, self.device)
-                lines.append({"form": "static", "phase": phase, **_shares(kernels)})
+                about = {"path": path, "form": "shares", "phase": phase}
+                lines.append({**about, **_shares(kernels)})
             else:
                 for _ in range(WARM_UPS + 1):  # as many as `kernels_of` runs
                     run()
@@ -376,8 +394,7 @@ def _shares(kernels: list[dict[str, Any]]) -> dict[str, Any]:
         by_name[name] = by_name.get(name, 0.0) + one["us"]
     planning = sum(us for name, us in by_name.items() if name.startswith(PLANNING))
     return {
-        "launches": len(kernels),
-        "counted_by": "torch.profiler, kernels, copies and fills",
+        "launches": len(kernels),  # copies and fills, too
         "kernels_us": round(total, 1),
         "planning_share": round(planning / total, 4) if total else 0.0,
         "shares": {name: round(us / total, 4) for name, us in by_name.items()},

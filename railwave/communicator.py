@@ -55,6 +55,7 @@ from railwave.exchange import (
     dispatch,
     refuse,
 )
+from railwave.exchange.words import join_words
 from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.meeting import Meeting
@@ -388,7 +389,7 @@ class Communicator:
         given, kind = (x, topk_idx, topk_weights), None
         if repeats and decided_there and handle is None and stream is None:
             kind = self._recorded.kind_of_dispatch(given, **form)
-            again = self._repeat(self._recorded.dispatch, kind, given)
+            again = self._repeat(self._recorded.dispatch, kind, given, extras)
             if again is not None:
                 return again
         used = (x, topk_idx, topk_weights, *(extras if isinstance(extras, list | tuple) else ()))
@@ -413,6 +414,9 @@ class Communicator:
                 return self._refuse("dispatch", error, decided_there)
             if handle is not None:
                 self._keep_beside(handle, capturing)
+            if kind is not None and extras:  # joined first: only launches can be repeated
+                call = replace(call, joined=join_words(call.parts))
+                given = (call.joined, *given[1:])
             stages = dispatch(self._exchange, call)
             said = say_call(call, grads)
             run = partial(self._run, stages, "dispatch", said, decided_there=decided_there)

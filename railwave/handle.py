@@ -162,6 +162,7 @@ class Call:
     extras: tuple[torch.Tensor, ...] = ()  # (T, n) each
     alignment: int = 0  # of rows by expert; 0 for a row a token
     zero_padding: bool = False
+    joined: torch.Tensor | None = None  # x and extras as words, where they are already
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

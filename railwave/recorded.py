@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from railwave import tracing
 from railwave.exchange import Exchange
+from railwave.exchange.words import join_words
 from railwave.handle import Handle, Received
 from railwave.kernels import launches_hooked, tell_launches
 from railwave.recording import Recording, Tape, View
@@ -33,7 +34,8 @@ class _Dispatch(NamedTuple):
     tables: dict[str, View]  # of its handles, in the piece for tables
     whole: dict[str, int]  # of its `Received`, and counts: pieces
     parts: dict[str, View]  # of its `Received`: of pieces
-    where_rows_arrive: tuple[torch.Tensor, Any, Any, int] | None  # x, where it is a view
+    rows: list[View]  # x and extras: of pieces, unless they are views of the region
+    where_rows_arrive: list[tuple[torch.Tensor, Any, Any, int]]
 
 
 class _Combine(NamedTuple):
@@ -90,15 +92,17 @@ class Recorded:
             given: x, topk_idx and topk_weights.
             form: all other arguments.
         """
-        extras = form.get("extras")
-        if extras is not None and (type(extras) not in (tuple, list) or extras):
+        extras = form.get("extras", ())
+        if type(extras) not in (tuple, list):
             return None
+        if any(getattr(extra, "requires_grad", True) for extra in extras):
+            return None  # which is refused where gradients are on
         if form.get("static_shapes") is not True:
             return None
         if form.get("expert_alignment") is not None:
             return None  # sets values in new tensors
         words = [form.get(name) for name in ("path", "out", "zero_padding", "grads")]
-        return self._kind(words, given, there=False)
+        return self._kind(words, (*given, *extras), there=False)
 
     def kind_of_combine(self, out: Any, handle: Any, *words: Any) -> Any:
         """Return the same of a combine of a repeated dispatch.
@@ -134,12 +138,16 @@ class Recorded:
             kind += (address % 16, address == self._rows.start)
         return tuple(kind)
 
-    def dispatch(self, kind: Any, given: Sequence[torch.Tensor]) -> Received | None:
+    def dispatch(
+        self, kind: Any, given: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> Received | None:
         """Repeat a dispatch; None where it must be an ordinary one."""
         kept = self._kept(kind)
         if kept is None:
             return None
-        pieces = self._play(kept.recording, given, kept.fields["path"])
+        x, *routing = given
+        words = join_words([x, *extras]) if extras else x
+        pieces = self._play(kept.recording, (words, *routing), kept.fields["path"])
         self.repeats["dispatch"] += 1
         return self._received(kept, pieces)
 
@@ -153,10 +161,9 @@ class Recorded:
         anew.update((name, shared[name]) for name in _SHARED)
         anew["recorded"] = Memory(kept, pieces[-1])
         del shared["counts"]
-        if kept.where_rows_arrive:
-            region, *form = kept.where_rows_arrive
-            parts["x"] = region.as_strided(*form)
-        return Received(handle=handle, **shared, **parts)
+        rows = [region.as_strided(*form) for region, *form in kept.where_rows_arrive]
+        rows += [view.of(pieces[view.piece]) for view in kept.rows]
+        return Received(rows[0], handle=handle, **shared, **parts, extras=tuple(rows[1:]))
 
     def combine(self, kind: Any, out: torch.Tensor, handle: Any) -> torch.Tensor | None:
         """Repeat a combine; None where it must be an ordinary one."""
@@ -239,32 +246,34 @@ def persistent(exchange: Exchange) -> list[torch.Tensor]:
 
 def _dispatch_of(tape: Tape, received: Received, exchange: Exchange) -> _Dispatch | None:
     """Return what repeats a dispatch that was taken down; None: it cannot be."""
-    handle = received.handle
+    handle, rows = received.handle, (received.x, *received.extras)
     assert handle.topk_idx is not None
     whole = {name: getattr(handle, name) for name in _SHARED}
     parts = {name: getattr(received, name) for name in ("num_rows", "num_tokens_per_expert")}
-    recording = tape.recording([*whole.values(), *(() if handle.view else (received.x,))])
+    recording = tape.recording([*whole.values(), *(() if handle.view else rows)])
     if recording is None:
         return None
-    if not handle.view:
-        parts["x"] = received.x
     tensors = {name: v for name, v in vars(handle).items() if isinstance(v, torch.Tensor)}
     views = {name: tape.view_of(v) for name, v in (tensors | whole | parts).items()}
     tables = {name: view for name, view in views.items() if name in tensors.keys() - whole.keys()}
+    made = [] if handle.view else [tape.view_of(part) for part in rows]
     last = len(recording.pieces)
-    if None in views.values() or any(view.piece != last for view in tables.values()):
+    if None in (*views.values(), *made) or any(view.piece != last for view in tables.values()):
         return None
     fields = {n: v for n, v in vars(handle).items() if n not in tensors and n not in _ANEW}
-    arrive = None
-    if handle.view:
-        with torch.inference_mode(False), torch.enable_grad():
-            region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(received.x.dtype)
-        arrive = (region, received.x.shape, received.x.stride(), received.x.storage_offset())
+    arrive = [_arriving(part, exchange) for part in rows] if handle.view else []
     pieces = {name: tape.piece_of(value) for name, value in whole.items()}
     return _Dispatch(
         *(next(_numbers), recording, fields, tables, pieces),
-        *({name: views[name] for name in parts}, arrive),
+        *({name: views[name] for name in parts}, made, arrive),
     )
+
+
+def _arriving(part: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, Any, Any, int]:
+    """Return the region of rows in a part's dtype, and where in it that part is."""
+    with torch.inference_mode(False), torch.enable_grad():
+        region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(part.dtype)
+    return region, part.shape, part.stride(), part.storage_offset()
 
 
 def _combine_of(tape: Tape, y: torch.Tensor) -> _Combine | None:

@@ -239,8 +239,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return what two tensors have alike that are one: where they lie; of empty ones what they are.
+    """Return what views of one tensor have alike: its memory; empty ones what they are.
 
     An operator's result is not the object that its caller gets.
     """
-    return _extent(tensor) if tensor.numel() else (tuple(tensor.shape), tensor.dtype)
+    if tensor.numel():
+        return tensor.untyped_storage().data_ptr()
+    return tuple(tensor.shape), tensor.dtype

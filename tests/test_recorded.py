@@ -80,6 +80,38 @@ def test_results_are_the_callers_own():
     run_all(results, 1, fresh=True)
 
 
+def extras_beside(rank):
+    """Scales beside rows of float8, as they came: where they lie is another place each time."""
+    rw = rank_that_repeats(hidden=64)
+    for out in ("copy", "view"):
+        before = rw._recorded.repeats["dispatch"]
+        for turn in range(6):
+            bits = torch.randint(0, 255, (4, 20), dtype=torch.uint8)
+            x, (_, ids, weights) = bits.view(torch.float8_e4m3fn), batch()
+            scales = torch.rand(3, 8)[:, 4 * (turn % 2) : 4 + 4 * (turn % 2)].T  # rows at a stride
+            odd = torch.randint(0, 99, (4, 1), dtype=torch.int16)
+            received = rw.dispatch(x, ids, weights, **STATIC, out=out, extras=[scales, odd])
+            assert type(received.extras) is tuple and received.x.dtype == x.dtype
+            assert torch.equal(received.x.view(torch.uint8), bits)
+            assert torch.equal(received.extras[0], scales)
+            assert torch.equal(received.extras[1], odd)
+            y = rw.combine(received.extras[0].float().contiguous(), received.handle)
+            assert torch.equal(y, scales)
+        assert rw._recorded.repeats["dispatch"] == before + 4
+    more = {**STATIC, "extras": (scales.clone().requires_grad_(),)}
+    with torch.no_grad():
+        for _ in range(4):
+            rw.dispatch(x, ids, weights, **more)
+    with pytest.raises(ValueError, match=r"extras\[0\] must not require gradients"):
+        rw.dispatch(x, ids, weights, **more)
+    rw.reset()
+    rw.close()
+
+
+def test_extras_are_repeated_too():
+    run_all(extras_beside, 1, fresh=True)
+
+
 def other_calls(rank):
     """Handles of repeated calls, and calls that are none: as if nothing were recorded."""
     rw = rank_that_repeats()

@@ -240,7 +240,8 @@ class Moves:
     @cached_property
     def _tokens(self) -> Any:
         """Hold the call's tensors as kernels take them; a copy of x where it must be."""
-        call, words = self.call, join_words(self.call.parts)
+        call = self.call
+        words = join_words(call.parts) if call.joined is None else call.joined
         if call.again:
             return self.pe.kernels.pack.Tokens(words, words, words.view(torch.float32))
         return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)

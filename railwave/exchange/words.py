@@ -38,11 +38,13 @@ def join_words(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     words = [as_words(part) for part in parts]
     if len(words) == 1:
         return words[0]
-    starts = part_starts(parts)
-    size = (len(words[0]), payload_bytes(parts) // 4)
-    joined = torch.zeros(size, dtype=torch.int32, device=words[0].device)
-    for start, part in zip(starts, words, strict=True):
-        joined[:, start : start + part.shape[1]] = part
+    starts, width = part_starts(parts), payload_bytes(parts) // 4
+    joined = torch.empty(len(words[0]), width, dtype=torch.int32, device=words[0].device)
+    for start, end, part in zip(starts, [*starts[1:], width], words, strict=True):
+        filled = start + part.shape[1]
+        joined[:, start:filled] = part
+        if filled < end:
+            joined[:, filled:end] = 0
     return joined
 
 
