@@ -328,8 +328,10 @@ def repeats(rank, nodes, wire, more):
     for tokens in (32, 0):  # whatever is loaded at its first use is loaded now
         received = rw.dispatch(run.x[:tokens], run.ids[:tokens], run.weights[:tokens])
         y = rw.combine(received.x, received.handle)
-    received = rw.dispatch(run.x, run.ids, run.weights, static_shapes=True)
-    run.check(received, rw.combine(received.x, received.handle))
+    extras = (run.x[:, :4].float(),)
+    received = rw.dispatch(run.x, run.ids, run.weights, static_shapes=True, extras=extras)
+    run.check(received, rw.combine(received.x.contiguous(), received.handle))
+    run.wrong += ((received.extras[0] != received.x[:, :4].float()) & False).sum()
     torch.cuda.synchronize()
     dist.barrier()
     forms = (("joint", "copy"), ("native", "view"), ("joint", "view"), ("granted", "copy"))
