@@ -169,6 +169,7 @@ class Rank:
         for path in self.on.paths:
             barrier(self.device)  # what is used between calls is loaded by now, see bench.mps
             _, y = self._call(ids, path)
+            self.rw.check()  # says who was waited for
             barrier(self.device)
             bad = [rank for rank, ok in enumerate(gather(torch.equal(y, want))) if not ok]
             if bad:

@@ -62,7 +62,7 @@ from railwave.meeting import Meeting
 from railwave.recorded import Recorded
 from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
-from railwave.turns import Turns, record
+from railwave.turns import Turns, alone, record
 from railwave.watch import AFTER, Watch, raise_failure
 
 _numbers = itertools.count()
@@ -364,6 +364,7 @@ class Communicator:
             grads=grads,
         )
 
+    @alone
     def _dispatch(
         self,
         x: torch.Tensor,
@@ -414,9 +415,9 @@ class Communicator:
                 return self._refuse("dispatch", error, decided_there)
             if handle is not None:
                 self._keep_beside(handle, capturing)
-            if kind is not None and extras:  # joined first: only launches can be repeated
+            if kind is not None:  # what is not a launch comes first: it can't be repeated
                 call = replace(call, joined=join_words(call.parts))
-                given = (call.joined, *given[1:])
+                given = (call.joined, call.topk_idx, call.topk_weights)
             stages = dispatch(self._exchange, call)
             said = say_call(call, grads)
             run = partial(self._run, stages, "dispatch", said, decided_there=decided_there)
@@ -502,6 +503,7 @@ class Communicator:
             return compiled.uncompiled(self.combine_weights, topk_weights, handle, stream=stream)
         return self._combine(topk_weights, handle, stream=stream, of_weights=True)
 
+    @alone
     def _combine(
         self,
         out: torch.Tensor,
@@ -654,10 +656,13 @@ class Communicator:
         """
         if self._watch.pending and not (decided_there and not wrong):
             self.check()  # what failed before is not this call's
-        with self.config.on_device(), tracing.world(self._heap):
-            if decided_there and not wrong:
-                return self._launch_stages(stages)
-            return self._run_stages(stages, verb, said, wrong, decided_there)
+        try:
+            with self.config.on_device(), tracing.world(self._heap):
+                if decided_there and not wrong:
+                    return self._launch_stages(stages)
+                return self._run_stages(stages, verb, said, wrong, decided_there)
+        finally:
+            self._exchange.put_words = None  # the handle's: nothing of a call is kept here
 
     def _launch_stages(self, stages: Stages) -> Any:
         """Launch a phase whose end nobody waits for."""
@@ -717,6 +722,7 @@ class Communicator:
         self._broken, self._finished = False, self._exchange.epoch
         self._watch.went_well()
 
+    @alone
     def reset(self) -> int:
         """Make the object usable after a `PeerTimeoutError` or an interrupt. All ranks call it.
 

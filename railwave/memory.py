@@ -34,6 +34,7 @@ def workspace(
     max_recv_rows: int | None = None,
     num_sms: int | None = None,
     pipeline: bool = True,
+    nic_gbs: float | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a GPU holds for a `Communicator` of these arguments, by what for.
 
@@ -41,7 +42,8 @@ def workspace(
 
     Returns:
         send, recv: staging on both ends of the rails; rows: where rows arrive, and where combine
-        reads them; sums: combine's fp32 (T, H); words: signals, messages and guards; tables.
+        reads them; sums: combine's, fp32, at most: of 16-bit results as wide as was declared;
+        words: signals, messages and guards; tables.
 
     Raises:
         TypeError, ValueError: see `Communicator`.
@@ -70,6 +72,7 @@ def workspace(
         max_recv_rows=max_recv_rows,
         num_sms=num_sms,
         pipeline=pipeline,
+        nic_gbs=nic_gbs,
         tiles=COMPILED,
     )
     heap: Any = SimpleNamespace(layout=config.layout)
@@ -77,7 +80,7 @@ def workspace(
     large = {name: config.layout.regions[name].size for name in ("send", "recv", "rows")}
     return {
         **large,
-        "sums": config.max_tokens_per_rank * config.hidden * 4,
+        "sums": config.max_tokens_per_rank * (config.payload_bytes // 2) * 4,
         "words": config.layout.size - sum(large.values()),
         "tables": tables_bytes(pe),
     }

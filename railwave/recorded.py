@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from railwave import tracing
 from railwave.exchange import Exchange
-from railwave.exchange.words import join_words
+from railwave.exchange.words import are_words, join_words
 from railwave.handle import Handle, Received
 from railwave.kernels import launches_hooked, tell_launches
 from railwave.recording import Recording, Tape, View
@@ -121,7 +121,7 @@ class Recorded:
         self, words: Sequence[Any], given: Sequence[Any], *, there: bool, number: int = -1
     ) -> Any:
         """Return a hashable kind; `there`: what is given may be what a dispatch handed out."""
-        kind: list[Any] = [number, *words]
+        kind: list[Any] = [number, torch.is_inference_mode_enabled(), *words]
         if not all(type(word) in _PLAIN for word in words):
             return None
         for tensor in given:
@@ -129,7 +129,10 @@ class Recorded:
                 return None
             if tensor.layout is not torch.strided or tensor.is_nested:
                 return None
-            address = tensor.data_ptr()
+            try:
+                address = tensor.data_ptr()
+            except RuntimeError:  # of a transform of functions, which an ordinary call refuses
+                return None
             if address in self._rows and not (there and address == self._rows.start):
                 return None
             if tensor.is_neg() or tensor.is_complex():
@@ -145,9 +148,10 @@ class Recorded:
         kept = self._kept(kind)
         if kept is None:
             return None
-        x, *routing = given
-        words = join_words([x, *extras]) if extras else x
-        pieces = self._play(kept.recording, (words, *routing), kept.fields["path"])
+        x, topk_idx, topk_weights = given
+        words = x if are_words(x) and not extras else join_words([x.detach(), *extras])
+        read = words, topk_idx, topk_weights.detach().float()
+        pieces = self._play(kept.recording, read, kept.fields["path"])
         self.repeats["dispatch"] += 1
         return self._received(kept, pieces)
 
@@ -163,7 +167,8 @@ class Recorded:
         del shared["counts"]
         rows = [region.as_strided(*form) for region, *form in kept.where_rows_arrive]
         rows += [view.of(pieces[view.piece]) for view in kept.rows]
-        return Received(rows[0], handle=handle, **shared, **parts, extras=tuple(rows[1:]))
+        x, *extras = (part.detach() for part in rows)  # may be written to, as new tensors may
+        return Received(x, handle=handle, **shared, **parts, extras=tuple(extras))
 
     def combine(self, kind: Any, out: torch.Tensor, handle: Any) -> torch.Tensor | None:
         """Repeat a combine; None where it must be an ordinary one."""
@@ -271,8 +276,7 @@ def _dispatch_of(tape: Tape, received: Received, exchange: Exchange) -> _Dispatc
 
 def _arriving(part: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, Any, Any, int]:
     """Return the region of rows in a part's dtype, and where in it that part is."""
-    with torch.inference_mode(False), torch.enable_grad():
-        region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(part.dtype)
+    region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(part.dtype)
     return region, part.shape, part.stride(), part.storage_offset()
 
 

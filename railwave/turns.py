@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ class Turns:
         self._device = device
         self.last: torch.cuda.Stream | None = None  # of the last call
         self._captured: torch.cuda.Stream | None = None  # of the last one that was captured
+        self.mine = threading.Lock()  # held by the thread whose call it is
 
     def check(self, stream: Any) -> None:
         """Check a caller's `stream`.
@@ -60,6 +63,28 @@ class Turns:
                 if here != caller:
                     record(used, here)
             yield capturing
+
+
+def alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Let one thread at a time into some methods of an object with `Turns`.
+
+    Raises:
+        RuntimeError: another thread is in one of them; this call has done nothing.
+    """
+
+    @wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._turns.mine.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is in a dispatch, combine or reset of this communicator, which "
+                "takes one at a time"
+            )
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self._turns.mine.release()
+
+    return run
 
 
 def record(used: Iterable[Any], stream: torch.cuda.Stream) -> None:

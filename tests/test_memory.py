@@ -18,15 +18,39 @@ EXPERT = 3 * 7168 * 2048  # DeepSeek-V3's routed expert
 def held(rank, sizes):
     """Return the bytes that a rank's communicator holds, and those that are stated."""
     topo = railwave.Topology(2, 2, 2)
+    empty, sums = torch.empty, [0]
+
+    def noted(*size, **options):
+        made = empty(*size, **options)
+        if made.dtype == torch.float32 and made.dim() == 2 and made.shape[1] == columns:
+            sums.append(made.nbytes)
+        return made
+
     with railwave.Communicator(topo, **sizes) as rw:
         heap = rw._heap.memory(rank).nbytes
         tables = tables_bytes(rw._exchange)
-        sums = 4 * sizes["max_tokens_per_rank"] * sizes["hidden"]
+        columns = rw.config.payload_bytes // 2  # the widest results: of 16 bits
+        x = torch.zeros(sizes["max_tokens_per_rank"], sizes["hidden"], dtype=sizes["dtype"])
+        ids = torch.zeros(len(x), 1, dtype=torch.int64)
+        received = rw.dispatch(x, ids, torch.ones(len(x), 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", noted)
+            rw.combine(torch.zeros(len(received.x), columns).bfloat16(), received.handle)
+        with pytest.raises(ValueError, match="out must have from 1 element to"):
+            more = torch.zeros(len(received.x), columns + 1).bfloat16()
+            rw.combine(more, received.handle)
         dist.barrier()
-        return heap + tables + sums, railwave.workspace_bytes(topo, **sizes)
+        return heap + tables + max(sums), railwave.workspace_bytes(topo, **sizes)
 
 
-@pytest.mark.parametrize("more", [{}, {"paths": ("joint",), "staging_records": 2}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"paths": ("joint",), "staging_records": 2, "dtype": torch.float32},
+        {"nic_gbs": 3.0, "dtype": torch.bfloat16},
+    ],
+)
 def test_the_workspace_is_what_a_communicator_holds(more):
     sizes = dict(num_experts=9, top_k=3, hidden=13, max_tokens_per_rank=5, dtype=torch.uint8)
     for got, stated in run_all(held, 4, {**sizes, **more}):

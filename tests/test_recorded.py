@@ -4,6 +4,8 @@ A process stands for a rank with a GPU: its kernels are interpreted, at addresse
 are none. So nothing here waits for another rank.
 """
 
+from threading import Event, Thread
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ STATIC = {"static_shapes": True}
 def rank_that_repeats(**sizes):
     """Make a communicator of one rank that records interpreted calls as if they were compiled."""
     patch, stream, run = pytest.MonkeyPatch(), Stream(1), InterpretedFunction.run
+    stream.device = torch.device("cpu")
     patch.setattr(Exchange, "device_decides", lambda self, static: bool(static))
     patch.setattr(Exchange, "stream", lambda self: stream)
     patch.setattr(recorded.Recorded, "_undisturbed", lambda self: True)
@@ -110,6 +113,179 @@ def extras_beside(rank):
 
 def test_extras_are_repeated_too():
     run_all(extras_beside, 1, fresh=True)
+
+
+def ordinary_uses(rank):
+    """What is handed out may be written to as new tensors may; other dtypes and rows are read."""
+    rw = rank_that_repeats()
+    scale = torch.full((8,), 2.0, requires_grad=True)
+    for _ in range(5):
+        x, ids, weights = batch()
+        with torch.no_grad():
+            received = rw.dispatch(x, ids, weights.bfloat16(), **STATIC)
+        received.x.mul_(scale.bfloat16())
+        assert torch.equal(received.x.detach(), 2 * x)
+        received.x.detach_()
+        with torch.inference_mode():
+            inside = rw.dispatch(x, ids, weights, **STATIC, out="view")
+        assert inside.x.is_inference()
+        with pytest.raises(RuntimeError, match="nference tensor"):
+            inside.x.zero_()
+        wide = torch.randint(-8, 9, (4, 9)).bfloat16()[:, 1:]  # rows do not start at words
+        assert torch.equal(rw.dispatch(wide, ids, weights, **STATIC).x, wide)
+    assert rw._recorded.repeats["dispatch"] == 3 * 3
+    rw.close()
+
+
+def test_what_is_handed_out_may_be_used_as_if_it_were_new():
+    run_all(ordinary_uses, 1, fresh=True)
+
+
+def gradients(rank):
+    rw = rank_that_repeats()
+    for _ in range(6):
+        x, ids, weights = batch()
+        x.requires_grad_()
+        received = rw.dispatch(x, ids, weights, **STATIC)
+        y = rw.combine(received.x * 3, received.handle)
+        y.backward(torch.ones_like(y))
+        assert torch.equal(y, 3 * x) and (x.grad == 3).all()
+    assert rw._recorded.repeats["dispatch"] == 4
+    rw.close()
+
+
+def test_gradients_flow_through_repeated_calls():
+    run_all(gradients, 1, fresh=True)
+
+
+def nothing_kept(rank):
+    """A call leaves no tensor of its own behind: CUDA graphs of torch.compile would find it."""
+    rw = railwave.Communicator(
+        railwave.Topology(1, 1, 1), num_experts=2, top_k=1, hidden=8, max_tokens_per_rank=4
+    )
+
+    def kept():
+        return {n: v.data_ptr() for n, v in vars(rw._exchange).items() if hasattr(v, "data_ptr")}
+
+    before = kept()
+    received = rw.dispatch(*batch())
+    rw.combine(received.x.clone(), received.handle)
+    assert kept() == before and "state" in before
+    rw.close()
+
+
+def test_a_call_leaves_no_tensor_behind():
+    run_all(nothing_kept, 1)
+
+
+def kinds(rank):
+    """Whatever a launch may follow from makes another kind; what it may not follow from, none."""
+    rw = rank_that_repeats()
+    x, ids, weights = batch()
+    form = {**STATIC, "out": "copy", "grads": ""}
+
+    def of(x=x, ids=ids, weights=weights, **other):
+        return rw._recorded.kind_of_dispatch((x, ids, weights), **{**form, **other})
+
+    wide = torch.zeros(4, 16).bfloat16()
+    others = [
+        *(of(x[:3]), of(x.half()), of(wide[:, :8]), of(wide.view(-1)[4:36].view(4, 8))),
+        *(of(x.clone().requires_grad_()), of(ids=ids.int()), of(weights=weights.double())),
+        *(of(out="view"), of(path="native"), of(grads="x"), of(zero_padding=True)),
+        of(extras=[weights]),
+    ]
+    with torch.inference_mode():
+        others.append(of())
+    assert None not in others and len({of(), *others}) == 1 + len(others)
+    assert of() == of(x.clone(), ids.clone(), weights.clone())
+    rows = rw._exchange.heap.region(0, "rows", torch.bfloat16)[:32].view(4, 8)
+    for none in (of(rows), of(x.to_sparse()), of([x]), of(path=5), of(static_shapes=False)):
+        assert none is None
+    assert of(expert_alignment=1) is None and of(extras=torch.zeros(4, 1)) is None
+    assert torch.func.vmap(lambda row: torch.ones(()) * (of(row) is None))(x[None]).all()
+
+    _, received = repeated(rw)
+    handle, out = received.handle, received.x
+
+    def combine(out=out, handle=handle, words=(None, "", False)):
+        return rw._recorded.kind_of_combine(out, handle, *words)
+
+    others = [combine(words=(torch.float32, "", False)), combine(words=(None, "out", False))]
+    others += [combine(words=(None, "", True)), combine(out.float()), combine(out[:, :4])]
+    assert None not in others and len({combine(), *others}) == 1 + len(others)
+    assert combine(handle=object()) is None
+    rw._turns.last = Stream(2)  # which the handle's dispatch did not run on
+    assert combine() is None
+    rw.close()
+
+
+def test_kinds_are_told_apart():
+    run_all(kinds, 1, fresh=True)
+
+
+def undisturbed(rank):
+    """A call is an ordinary one where anything else but launches would happen."""
+    real = recorded.Recorded._undisturbed
+    rw = rank_that_repeats()
+    quiet = {
+        "torch._C._cuda_getCurrentRawStream": lambda index: 1,
+        "torch.cuda.current_device": lambda: None,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
+        "railwave.recorded.launches_hooked": lambda: False,
+    }
+    disturbed = {
+        "torch._C._cuda_getCurrentRawStream": lambda index: 2,
+        "torch.cuda.current_device": lambda: 1,
+        "torch.cuda.is_current_stream_capturing": lambda: True,
+        "railwave.recorded.launches_hooked": lambda: True,
+        "railwave.tracing.taking": lambda: True,
+        "torch.autograd.forward_ad._current_level": 0,
+    }
+    for name in (None, *disturbed):
+        with pytest.MonkeyPatch.context() as patch:
+            for other, value in quiet.items():
+                patch.setattr(other, value, raising=False)
+            if name:
+                patch.setattr(name, disturbed[name])
+            assert real(rw._recorded) == (name is None), name
+    rw._turns.last = None
+    assert not real(rw._recorded)
+    rw.close()
+
+
+def test_what_disturbs_a_repeat_is_seen():
+    run_all(undisturbed, 1, fresh=True)
+
+
+def two_threads(rank):
+    """A call while another thread is in one is refused, and does nothing."""
+    rw = rank_that_repeats()
+    inside, leave = Event(), Event()
+    usable = rw._check_usable
+
+    def slowly():
+        inside.set()
+        assert leave.wait(60)
+        usable()
+
+    rw._check_usable = slowly
+    x, ids, weights = batch()
+    got = []
+    other = Thread(target=lambda: got.append(rw.dispatch(x, ids, weights, **STATIC)))
+    other.start()
+    assert inside.wait(60)
+    for call in (lambda: rw.dispatch(x, ids, weights), lambda: rw.combine(x, None), rw.reset):
+        with pytest.raises(RuntimeError, match="another thread is in a dispatch, combine or reset"):
+            call()
+    leave.set()
+    other.join()
+    assert torch.equal(got[0].x, x)
+    assert torch.equal(rw.combine(got[0].x, got[0].handle), x)
+    rw.close()
+
+
+def test_one_thread_at_a_time_is_let_in():
+    run_all(two_threads, 1, fresh=True)
 
 
 def other_calls(rank):

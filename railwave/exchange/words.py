@@ -7,6 +7,14 @@ import torch
 from railwave.kernels.shape import padded
 
 
+def are_words(x: torch.Tensor) -> bool:
+    """Say whether the rows of (T, H) can be viewed as 32-bit words."""
+    size = x.dtype.itemsize
+    # Where a row starts: its address, and its distance from the storage's start (for `view`).
+    starts = (x.data_ptr(), x.storage_offset() * size, x.stride(0) * size)
+    return x.stride(1) == 1 and all(n % 4 == 0 for n in (x.shape[1] * size, *starts))
+
+
 def as_words(x: torch.Tensor) -> torch.Tensor:
     """View (T, H) as 32-bit words: (T, ceil(H * item size / 4)) int32; a copy where it must be.
 
@@ -14,12 +22,9 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
         >>> as_words(torch.tensor([[1, 2, 3]], dtype=torch.int16)).tolist()
         [[131073, 3]]
     """
-    size = x.dtype.itemsize
-    row_bytes = x.shape[1] * size
-    # Where a row starts: its address, and its distance from the storage's start (for `view`).
-    starts = (x.data_ptr(), x.storage_offset() * size, x.stride(0) * size)
-    if x.stride(1) == 1 and all(n % 4 == 0 for n in (row_bytes, *starts)):
+    if are_words(x):
         return x.view(torch.int32)
+    row_bytes = x.shape[1] * x.dtype.itemsize
     words = torch.zeros(x.shape[0], -(-row_bytes // 4), dtype=torch.int32, device=x.device)
     # clone, since contiguous() keeps odd strides where there is one column, or no row.
     bytes_ = x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
