@@ -5,18 +5,21 @@ Shape letters: N nodes, G GPUs a node, R rails a node, T tokens a rank.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from railwave._check import check_index, check_non_negative_int, check_positive_int
-from railwave.discovery import SYSFS, Said, discover, joined, visible_rails
+from railwave.discovery import SYSFS, Said, discover, joined, unlike, visible_rails
 from railwave.errors import PeerError
+
+logger = logging.getLogger("railwave")
 
 MAX_RANKS = 1 << 20  # both bounds lie far above any cluster, and below what tables would cost
 MAX_PAIR_RAILS = 1 << 28
@@ -68,6 +71,7 @@ class Topology:
         """Find the GPUs and NIC ports of this node, or of all nodes of a group. Collective then.
 
         A GPU's rail is the nearest active port (`railwave.discovery`; `railwave topo` shows it).
+        Rank 0 logs in what nodes that agree differ, such as the rates of their ports.
 
         Args:
             nodes: N. Default: as many hosts as the group's ranks are on; 1 without a group, where
@@ -83,15 +87,19 @@ class Topology:
             PeerError: another rank could not look.
         """
         if group is None and not (dist.is_available() and dist.is_initialized()):
-            said = _say(sysfs)
-            if not said.rails:
+            one = _say(sysfs)
+            if not one.rails:
                 raise ValueError(
                     f"sysfs must show a GPU where there is no group, got none in {sysfs}"
                 )
-            _, rails = joined([said] * len(said.rails))
+            _, rails = joined([one] * len(one.rails))
             nodes = 1 if nodes is None else nodes
             return cls(nodes, len(rails), max(rails) + 1, rail_of_gpu=rails)
-        found, rails = joined(_gather_nodes(sysfs, group))
+        said = _gather_nodes(sysfs, group)
+        found, rails = joined(said)
+        if dist.get_rank(group) == 0:  # once for all
+            for text in unlike(said):
+                logger.warning("%s", text)
         if nodes not in (None, found):
             raise ValueError(
                 f"nodes must be the number of hosts that the group's ranks are on ({found}), got "
@@ -255,8 +263,8 @@ def _say(sysfs: str | os.PathLike) -> Said:
     # Of another tree than this machine's, all GPUs.
     here = os.fspath(sysfs) == SYSFS
     rails = visible_rails(node, os.environ.get("CUDA_VISIBLE_DEVICES") if here else None)
-    layer = node.ports[node.used[0]].link_layer if node.used else ""
-    return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails, layer)
+    ports = tuple(replace(node.ports[port], path=()) for port in node.used)
+    return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails, ports)
 
 
 def _gather_nodes(sysfs: str | os.PathLike, group: dist.ProcessGroup | None) -> list[Said]:

@@ -4,10 +4,13 @@ Letters: G GPUs, P ports, R rails.
 """
 
 import doctest
+import io
+import logging
 import os
 import socket
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -433,19 +436,74 @@ def test_nodes_that_differ_are_named_with_both_maps(other):
     assert str(error.value).count("rail_of_gpu") == 2
 
 
+def port(index, *, name=None, place=None, rate=400.0, layer=IB):
+    pci = f"0000:{index if place is None else place:02x}:00.0"
+    return Nic(name or f"mlx5_{index}", 1, pci, 0, layer, "ACTIVE", rate)
+
+
+def two_ranks(host, *ports):
+    return [Said(host, 2, 2, (0, 1), ports)] * 2
+
+
+def test_a_rail_is_the_same_port_on_all_nodes(tmp_path):
+    """2 GPUs and 4 NICs that are all as near; another of them is down on each node."""
+    maps = []
+    for host, down in (("a", 0), ("b", 1)):
+        tree = Tree(tmp_path / host)
+        for g in range(2):
+            tree.gpu(*switch(0, g, "00.0"))
+        for i in range(4):
+            tree.nic(
+                f"mlx5_{i}", *switch(0, 2 + i, "00.0"), ports=["DOWN" if i == down else "ACTIVE"]
+            )
+        maps += [replace(topology._say(tree.root), host=host)] * 2
+    said = r"rail 0 must be the same port .* got mlx5_0:1 \(.*\) on b and mlx5_1:1 \(.*\) on a"
+    with pytest.raises(ValueError, match=said):
+        joined(maps)
+    assert joined(maps[:2] * 2) == (1, (0, 1, 0, 1)) and discovery.unlike(maps[:2]) == []
+
+
+def test_nodes_that_agree_may_differ_in_names_places_and_rates():
+    a = two_ranks("a", port(0), port(1))
+    for other, texts in (
+        ((port(0), port(1)), []),
+        ((port(0, name="ib0"), port(1)), ["rail 0 is ib0:1 (0000:00:00.0) on b and mlx5_0:1 ("]),
+        ((port(0), port(1, place=9)), ["rail 1 is mlx5_1:1 (0000:09:00.0) on b and mlx5_1:1 ("]),
+        ((port(0), port(1, rate=100.0)), ["rail 1 has 100 Gb/s on b and 400 on a: the slowest"]),
+        ((port(0), port(1, rate=0.0)), ["rail 1 has ? Gb/s on b and 400 on a: the slowest"]),
+    ):
+        both = a + two_ranks("b", *other)
+        assert joined(both) == (2, (0, 1))
+        for text, part in zip(discovery.unlike(both), texts, strict=True):
+            assert text.startswith(part)
+    unused = [Said("a", 2, 2, (0,), (port(0), port(1))), Said("b", 2, 2, (0,), (port(0), port(7)))]
+    assert joined(unused) == (2, (0,)) and discovery.unlike(unused) == []
+
+
+def test_nodes_of_two_link_layers_do_not_agree():
+    ethernet = two_ranks("b", port(0, layer=ETH), port(1, layer=ETH))
+    with pytest.raises(ValueError, match=r"'link layer': 'Ethernet'.* on b and .*'InfiniBand'"):
+        joined(two_ranks("a", port(0), port(1)) + ethernet)
+    with pytest.raises(ValueError, match=r"'link layer': ''.* on b"):
+        joined(two_ranks("a", port(0), port(1)) + two_ranks("b"))
+
+
 def test_ranks_of_a_host_follow_one_another():
     with pytest.raises(ValueError, match=r"follow one another, got \[0, 2\] on a"):
         joined([*said("a", (0,), 1), *said("b", (0,), 1), *said("a", (0,), 1)])
 
 
 def discover_together(rank, trees, hosts):
+    """Return the topology, or the error, and what was logged."""
     socket.gethostname = lambda: hosts[rank]
+    log = io.StringIO()
+    topology.logger.addHandler(logging.StreamHandler(log))
     try:
         topo = Topology.discover(sysfs=trees[rank])
     except (ValueError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     assert dist.get_world_size() == len(hosts)
-    return topo
+    return (topo, log.getvalue()) if log.getvalue() else topo
 
 
 def test_ranks_discover_together(tmp_path):
@@ -461,6 +519,14 @@ def test_ranks_discover_together(tmp_path):
     assert run_all(discover_together, 4, [a] * 4, hosts) == [Topology(2, 2, 2)] * 4
     for text in run_all(discover_together, 4, [a, a, b, b], hosts):
         assert text.startswith("ValueError") and "on two and" in text and "on one;" in text
+    slow = Tree(tmp_path / "slow")
+    for g in range(2):
+        slow.gpu(*switch(g, 0, "00.0"))
+        slow.nic(f"mlx5_{g}", *switch(g, 2, "00.0"), rate="100 Gb/sec (4X EDR)")
+    c = str(slow.root)
+    (topo, log), *others = run_all(discover_together, 4, [a, a, c, c], hosts)
+    assert [topo, *others] == [Topology(2, 2, 2)] * 4  # told once
+    assert "rail 0 has 100 Gb/s on two and 400 on one" in log and len(log.splitlines()) == 2
     *others, own = run_all(discover_together, 4, [a, a, a, none], hosts)
     assert own.startswith("ValueError: sysfs must be a folder")
     assert all(text.startswith("PeerError: rank(s) could not look") for text in others)

@@ -6,6 +6,7 @@ built alike number them alike.
 
 from railwave.discovery.agree import Said as Said
 from railwave.discovery.agree import joined as joined
+from railwave.discovery.agree import unlike as unlike
 from railwave.discovery.agree import visible_gpus as visible_gpus
 from railwave.discovery.agree import visible_rails as visible_rails
 from railwave.discovery.node import LINK_MEANING as LINK_MEANING
@@ -30,6 +31,7 @@ __all__ = [
     "arrange",
     "discover",
     "joined",
+    "unlike",
     "visible_gpus",
     "visible_rails",
 ]

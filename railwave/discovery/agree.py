@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from railwave.discovery.node import Node
+from railwave.discovery.node import Nic, Node
 
 
 def visible_rails(node: Node, devices: str | None) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Said:
     num_gpus: int
     num_rails: int
     rails: tuple[int, ...]  # of the GPUs that the rank sees
-    link_layer: str = ""  # of the ports in use
+    ports: tuple[Nic, ...] = ()  # (R,) of the rails; () where there is none to use
 
 
 def joined(said: Sequence[Said]) -> tuple[int, tuple[int, ...]]:
@@ -97,6 +97,7 @@ def joined(said: Sequence[Said]) -> tuple[int, tuple[int, ...]]:
 
     A host is a node; local rank l uses GPU l of those that it sees, from the start again where GPUs
     are shared. Without GPUs each rank is a rail of its own. Rails that no rank uses are left out.
+    A rail must be the same port on all nodes, by its name or by its PCI address.
 
     Args:
         said: (W,) by rank.
@@ -108,27 +109,74 @@ def joined(said: Sequence[Said]) -> tuple[int, tuple[int, ...]]:
         >>> joined([Said("a", 2, 2, (0, 1))] * 2 + [Said("b", 2, 2, (0, 1))] * 2)
         (2, (0, 1))
     """
-    hosts = list(dict.fromkeys(one.host for one in said))
-    maps: dict[str, dict[str, Any]] = {}
-    for host in hosts:
+    maps = _maps(said)
+    (first, (own, own_ports)), *others = maps.items()
+    for host, (other, ports) in others:
+        if other != own:
+            raise ValueError(
+                f"all nodes must have the same map, got {other} on {host} and {own} on {first}; "
+                "railwave topo shows a node's"
+            )
+        for rail, (a, b) in enumerate(zip(own_ports, ports, strict=False)):
+            if a.label != b.label and _place(a) != _place(b):
+                raise ValueError(
+                    f"rail {rail} must be the same port on all nodes, by name or PCI address, got "
+                    f"{b.label} ({b.pci}) on {host} and {a.label} ({a.pci}) on {first}: see "
+                    "railwave topo for ports that are down, or make the Topology by hand"
+                )
+    return len(maps), own["rail_of_gpu"]
+
+
+def unlike(said: Sequence[Said]) -> list[str]:
+    """Say in what nodes that agree differ from the first: names, places, rates of rails' ports.
+
+    Args:
+        said: (W,) by rank, as of `joined`.
+
+    Example:
+        >>> fast, slow = (Nic("mlx5_0", 1, "", 0, "InfiniBand", "ACTIVE", r) for r in (400, 100))
+        >>> unlike([Said("a", 1, 1, (0,), (fast,)), Said("b", 1, 1, (0,), (slow,))])
+        ['rail 0 has 100 Gb/s on b and 400 on a: the slowest sets the pace']
+    """
+    (first, (_, own_ports)), *others = _maps(said).items()
+    texts = []
+    for host, (_, ports) in others:
+        for rail, (a, b) in enumerate(zip(own_ports, ports, strict=False)):
+            if a.label != b.label or _place(a) != _place(b):
+                texts.append(
+                    f"rail {rail} is {b.label} ({b.pci}) on {host} and {a.label} ({a.pci}) on "
+                    f"{first}: see that cables lead to the same rail"
+                )
+            if a.rate_gbits != b.rate_gbits:
+                texts.append(
+                    f"rail {rail} has {b.rate_text} Gb/s on {host} and {a.rate_text} on {first}: "
+                    "the slowest sets the pace"
+                )
+    return texts
+
+
+def _maps(said: Sequence[Said]) -> dict[str, tuple[dict[str, Any], tuple[Nic, ...]]]:
+    """Return each host's map, and the ports of the rails that its ranks use."""
+    maps = {}
+    for host in dict.fromkeys(one.host for one in said):
         ranks = [rank for rank, one in enumerate(said) if one.host == host]
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
             raise ValueError(f"ranks of a host must follow one another, got {ranks} on {host}")
         first, seen = said[ranks[0]], [said[rank].rails for rank in ranks]
-        by_rank = list(range(len(ranks)))
+        by_rank, ports = list(range(len(ranks))), first.ports if all(seen) else ()
         if all(seen):
             by_rank = [rails[local % len(rails)] for local, rails in enumerate(seen)]
-        maps[host] = {
+        used = sorted(set(by_rank))
+        told = {
             "ranks": len(ranks),
             "GPUs": first.num_gpus,
             "rails": first.num_rails,
-            "link layer": first.link_layer,
-            "rail_of_gpu": tuple(sorted(set(by_rank)).index(rail) for rail in by_rank),
+            "link layer": first.ports[0].link_layer if first.ports else "",
+            "rail_of_gpu": tuple(used.index(rail) for rail in by_rank),
         }
-    for host in hosts[1:]:
-        if maps[host] != maps[hosts[0]]:
-            raise ValueError(
-                f"all nodes must have the same map, got {maps[host]} on {host} and "
-                f"{maps[hosts[0]]} on {hosts[0]}; railwave topo shows a node's"
-            )
-    return len(hosts), maps[hosts[0]]["rail_of_gpu"]
+        maps[host] = (told, tuple(ports[rail] for rail in used) if ports else ())
+    return maps
+
+
+def _place(port: Nic) -> tuple[str, int]:
+    return port.pci, port.port

@@ -44,13 +44,18 @@ class Nic:
     numa: int  # -1: the system does not say
     link_layer: str
     state: str  # ACTIVE, DOWN, INIT, ...
-    rate_gbits: float
+    rate_gbits: float  # 0: the system does not say
     path: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def label(self) -> str:
         """Name the port as NVSHMEM does."""
         return f"{self.name}:{self.port}"
+
+    @property
+    def rate_text(self) -> str:
+        """Write the rate; "?" if the system does not say."""
+        return f"{self.rate_gbits:g}" if self.rate_gbits else "?"
 
     @property
     def card(self) -> str:
