@@ -117,7 +117,7 @@ def _ports(node: Node) -> Table:
         table.add_row(
             *(f"P{index}", escape(port.label), port.pci or "virtual"),
             "?" if port.numa < 0 else str(port.numa),
-            *(escape(port.link_layer), escape(port.state), f"{port.rate_gbits:g}"),
+            *(escape(port.link_layer), escape(port.state), port.rate_text),
             *(("-", "") if rail < 0 else (str(rail), ", ".join(gpus))),
         )
     return table

@@ -176,20 +176,99 @@ def test_a_downed_port_is_left_out(tree):
     assert "mlx5_3:1:2" in node.environment()["NVSHMEM_HCA_PE_MAPPING"]
 
 
-@pytest.mark.parametrize("ethernet, used", [(2, IB), (4, IB), (6, ETH)])
-def test_of_mixed_link_layers_the_more_frequent_is_used(tree, ethernet, used):
+NDR, HDR, SLOW = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)", "25 Gb/sec (1X EDR)"
+
+
+@pytest.mark.parametrize(
+    "ethernet, used, why", [(2, IB, "nearer"), (4, IB, "of two that are alike"), (6, ETH, "nearer")]
+)
+def test_of_mixed_link_layers_the_nearer_is_used(tree, ethernet, used, why):
     h800(tree, layer=[ETH] * ethernet + [IB] * (8 - ethernet))
     node = discover(tree.root)
     assert {node.ports[port].link_layer for port in node.used} == {used}
-    number = max(ethernet, 8 - ethernet)
-    assert f"mixed: {used} is used, which {number} of 8 ports have" in node.warnings[0]
-    assert len(node.used) == number
+    assert f"mixed: {used} is used, {why}" in node.warnings[0]
+    assert len(node.used) == max(ethernet, 8 - ethernet)
+
+
+@pytest.mark.parametrize(
+    "near, rates, used, why",
+    [
+        (ETH, (SLOW, NDR), ETH, "nearer to the GPUs"),
+        (None, (NDR, SLOW), ETH, "faster"),
+        (None, (SLOW, NDR), IB, "faster"),
+        (None, (SLOW, SLOW), ETH, "in more ports"),
+    ],
+)
+def test_mixed_link_layers_by_distance_then_rate_then_number(tree, near, rates, used, why):
+    """One GPU, three Ethernet ports and two of InfiniBand, under its switch or under another."""
+    tree.gpu(*switch(0, 0, "00.0"))
+    for i in range(5):
+        layer, rate = (ETH, rates[0]) if i < 3 else (IB, rates[1])
+        where = 0 if near in (None, layer) else 1
+        tree.nic(f"mlx5_{i}", *switch(where, 1 + i, "00.0"), layer=layer, rate=rate)
+    node = discover(tree.root)
+    assert [node.ports[port].link_layer for port in node.used] == [used]
+    left = ("mlx5_0:1, mlx5_1:1, mlx5_2:1", "mlx5_3:1, mlx5_4:1")[used == ETH]
+    said = f"link layers are mixed: {used} is used, {why}; left out: {left}"
+    assert node.warnings == (said,)
+
+
+def test_a_much_faster_port_that_is_as_near_but_not_used_is_told(tree):
+    """Eight GPUs under one switch: eight ports at 100 Gb/s give more than one at 400."""
+    for g in range(8):
+        tree.gpu(*switch(0, g, "00.0"))
+        tree.nic(f"mlx5_{g}", *switch(1, g, "00.0"), layer=ETH, rate="100 Gb/sec (4X EDR)")
+    tree.nic("mlx5_8", *switch(1, 8, "00.0"), rate=NDR)
+    mixed, faster = discover(tree.root).warnings
+    assert "Ethernet is used, faster; left out: mlx5_8:1" in mixed
+    start = (
+        "as near and much faster, but not used, Gb/s: mlx5_8:1 400 (GPU 0 uses mlx5_0:1 100; GPU 1"
+    )
+    assert faster.startswith(start)
+
+
+def test_of_ports_as_near_the_faster_are_used(tree):
+    for g in range(2):
+        tree.gpu(*switch(0, g, "00.0"))
+    for i, rate in enumerate((SLOW, HDR, NDR, NDR)):
+        tree.nic(f"mlx5_{i}", *switch(0, 2 + i, "00.0"), rate=rate)
+    node = discover(tree.root)
+    assert [node.ports[port].name for port in node.used] == ["mlx5_2", "mlx5_3"]
+    assert node.warnings == () and node.rail_of_gpu == (0, 1)
 
 
 def test_different_rates_are_told(tree):
-    h800(tree, rate=["400 Gb/sec (4X NDR)"] * 7 + ["2.5 Gb/sec (1X SDR)"])
+    h800(tree, rate=[NDR] * 7 + [HDR])
     (warning,) = discover(tree.root).warnings
-    assert "different rates" in warning and "mlx5_7:1 2.5;" in warning
+    assert "different rates" in warning and "mlx5_7:1 200;" in warning
+
+
+def test_a_port_too_slow_to_help_is_left_out(tree):
+    """Two GPUs get more of one port at 400 Gb/s than of that and one at 2.5."""
+    h800(tree, rate=[NDR] * 7 + ["2.5 Gb/sec (1X SDR)"])
+    node = discover(tree.root)
+    assert node.rail_of_gpu == (0, 1, 2, 3, 4, 5, 6, 6)
+    slow, uneven = node.warnings
+    assert slow == "so slow that GPUs share faster ports, left out, Gb/s: mlx5_7:1 2.5"
+    assert "different numbers of GPUs" in uneven
+
+
+@pytest.mark.parametrize(
+    "state, said",
+    [
+        ("", "state not readable, left out: mlx5_2:1; see the files"),
+        (
+            "INIT",
+            "not yet active (INIT), left out: mlx5_2:1; InfiniBand waits for a subnet manager",
+        ),
+        ("DOWN", "not active, left out: mlx5_2:1; see ibstat, and the cables"),
+    ],
+)
+def test_why_a_port_is_left_out(tree, state, said):
+    h800(tree, ports=[[state if i == 2 else "ACTIVE"] for i in range(8)])
+    if not state:
+        (tree.root / "class/infiniband/mlx5_2/ports/1/state").unlink()
+    assert discover(tree.root).warnings[0].startswith(said)
 
 
 def test_a_nearest_port_on_another_numa_node_is_told(tree):
@@ -628,7 +707,9 @@ def test_odd_entries_of_sysfs_are_left_out(tree):
     (tree.root / "bus/pci/devices" / switch(0, 1, "00.0")[-1] / "numa_node").write_text("1" * 5000)
     node = discover(tree.root)
     assert [port.label for port in node.ports] == ["mlx5_0:1"]
-    assert node.rail_of_gpu == (0,) and node.ports[0].rate_gbits == 0.0
+    assert node.rail_of_gpu == (0,) and node.ports[0].rate_text == "?"
+    (device / "ports/1/link_layer").unlink()
+    assert discover(tree.root).ports[0].link_layer == "unknown"
     (device / "ports/1/state").write_bytes(b"4: ACT\xff")
     assert discover(tree.root).ports[0].state == "UNKNOWN"
     for bad in (None, 5, "", b"/sys"):

@@ -18,6 +18,7 @@ LINK_MEANING = {
     "SYS": "another NUMA node",
 }
 INFINIBAND = "InfiniBand"
+UNKNOWN_LAYER = "unknown"  # where the system does not say
 
 
 @dataclass(frozen=True)

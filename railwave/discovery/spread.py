@@ -12,13 +12,17 @@ from itertools import takewhile
 
 from railwave.discovery.node import INFINIBAND, LINKS, Distance, Gpu, Nic, Node
 
+MUCH_FASTER = 2  # from so many times the rate on, an unused port is told
+_BETTER = ("nearer to the GPUs", "faster", "in more ports", "of two that are alike")
+
 
 def arrange(gpus: Sequence[Gpu], ports: Sequence[Nic]) -> Node:
     """Give each GPU the nearest port that can be used, evenly where several are as near.
 
-    Ports that are down are left out, and those of the link layer that fewer ports have, since rails
-    of two kinds do not reach one another; a virtual port is used only where no other is. Without
-    any, each GPU is a rail of its own.
+    Ports that are down are left out; a virtual port is used only where no other is. Rails of two
+    link layers do not reach one another, so one is used: that which is nearer to the GPUs, or else
+    gives them more Gb/s, or has more ports. Of ports as near, much slower ones are left out where
+    GPUs get more without them. Without any, each GPU is a rail of its own.
 
     Args:
         gpus: (G,) in order of their index.
@@ -41,49 +45,117 @@ def arrange(gpus: Sequence[Gpu], ports: Sequence[Nic]) -> Node:
             )
         rails = tuple(range(len(gpus)))
         return Node(tuple(gpus), tuple(ports), distance, (), rails, tuple(warnings))
-    near = []
-    for row in distance:
-        rank = {port: LINKS.index(row[port].link) for port in usable}
-        near.append(tuple(port for port in usable if rank[port] == min(rank.values())))
-    chosen = _spread(near, [port.card for port in ports])
+    far = [[LINKS.index(each.link) for each in row] for row in distance]
+    chosen, said = _of_one_layer(far, usable, ports)
     used = tuple(sorted(set(chosen)))
     rails = tuple(used.index(port) for port in chosen)
-    node = Node(tuple(gpus), tuple(ports), distance, used, rails, tuple(warnings))
-    return replace(node, warnings=(*warnings, *_uneven(node)))
+    node = Node(tuple(gpus), tuple(ports), distance, used, rails, ())
+    return replace(node, warnings=(*warnings, *said, *_uneven(node)))
 
 
 def _usable(ports: Sequence[Nic]) -> tuple[list[int], list[str]]:
     """Return the ports that may be used, and what is to be said of the others."""
     warnings = []
-    down = [port.label for port in ports if port.state != "ACTIVE"]
-    if down:
-        warnings.append(f"not active, left out: {', '.join(down)}; see ibstat, and the cables")
+    left_out: dict[tuple[str, str], list[str]] = {}
+    for port in ports:
+        if port.state != "ACTIVE":
+            left_out.setdefault(_why(port.state), []).append(port.label)
+    for (said, mend), labels in left_out.items():
+        warnings.append(f"{said}, left out: {', '.join(labels)}; {mend}")
     active = [port for port in ports if port.state == "ACTIVE"]
     virtual = [port.label for port in active if not port.pci]
     if virtual and len(virtual) < len(active):
         warnings.append(f"virtual, left out: {', '.join(virtual)}")
         active = [port for port in active if port.pci]
-    layers = Counter(port.link_layer for port in active)
-    if len(layers) > 1:
-        layer = max(layers, key=lambda name: (layers[name], name == INFINIBAND))
-        other = [port.label for port in active if port.link_layer != layer]
-        warnings.append(
-            f"link layers are mixed: {layer} is used, which {layers[layer]} of {len(active)} ports "
-            f"have; left out: {', '.join(other)}"
-        )
-        active = [port for port in active if port.link_layer == layer]
     return [ports.index(port) for port in active], warnings
 
 
-def _spread(near: Sequence[tuple[int, ...]], cards: Sequence[str]) -> list[int]:
+def _why(state: str) -> tuple[str, str]:
+    """Return what is wrong with a port of this state, and where to look."""
+    if state == "UNKNOWN":
+        return "state not readable", "see the files of /sys/class/infiniband"
+    if state in ("INIT", "ARMED"):
+        return f"not yet active ({state})", "InfiniBand waits for a subnet manager: does one run?"
+    return "not active", "see ibstat, and the cables"
+
+
+def _of_one_layer(
+    far: Sequence[Sequence[int]], usable: Sequence[int], ports: Sequence[Nic]
+) -> tuple[list[int], list[str]]:
+    """Return each GPU's port, all of one link layer, and what is to be said of others.
+
+    Args:
+        far: (G, P) index of LINKS.
+    """
+    layers = Counter(ports[port].link_layer for port in usable)
+    given = {}
+    for layer in layers:
+        given[layer] = _nearest(far, [p for p in usable if ports[p].link_layer == layer], ports)
+
+    def worth(layer: str) -> tuple[float, ...]:
+        chosen = given[layer][0]
+        away = sum(row[port] for row, port in zip(far, chosen, strict=True))
+        gbits = sum(ports[port].rate_gbits for port in set(chosen))
+        return -away, gbits, layers[layer], layer == INFINIBAND
+
+    best, *others = sorted(layers, key=worth, reverse=True)
+    chosen, warnings = given[best]
+    if others:
+        pairs = zip(worth(best), worth(others[0]), _BETTER, strict=True)
+        why = next((text for a, b, text in pairs if a != b), "the first")
+        left = [ports[port].label for port in usable if ports[port].link_layer != best]
+        text = f"link layers are mixed: {best} is used, {why}; left out: {', '.join(left)}"
+        warnings = [text, *warnings]
+    return chosen, warnings
+
+
+def _nearest(
+    far: Sequence[Sequence[int]], usable: Sequence[int], ports: Sequence[Nic]
+) -> tuple[list[int], list[str]]:
+    """Return each GPU's port, and what is to be said of ports that are too slow."""
+    near = [tuple(p for p in usable if row[p] == min(row[q] for q in usable)) for row in far]
+    rates, cards = [port.rate_gbits for port in ports], [port.card for port in ports]
+    fast = {choice: _fast(choice, gpus, rates) for choice, gpus in Counter(near).items()}
+    slow = {
+        port
+        for choice, gpus in Counter(near).items()
+        for port in set(choice) - set(fast[choice])
+        if len(fast[choice]) < gpus
+    }
+    warnings = []
+    if slow:
+        each = ", ".join(f"{ports[port].label} {ports[port].rate_text}" for port in sorted(slow))
+        warnings.append(f"so slow that GPUs share faster ports, left out, Gb/s: {each}")
+    return _spread([fast[choice] for choice in near], cards, rates), warnings
+
+
+def _fast(near: Sequence[int], gpus: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """Return the ports that give so many GPUs most, the slowest setting the pace; more on a tie.
+
+    Example:
+        >>> _fast((0, 1), 2, [400.0, 100.0]), _fast((0, 1), 2, [400.0, 200.0])
+        ((0,), (0, 1))
+    """
+
+    def worth(least: float) -> tuple[float, float]:
+        return least * min(gpus, sum(rates[port] >= least for port in near)), -least
+
+    least = max({rates[port] for port in near}, key=worth)
+    return tuple(port for port in near if rates[port] >= least)
+
+
+def _spread(
+    near: Sequence[tuple[int, ...]], cards: Sequence[str], rates: Sequence[float]
+) -> list[int]:
     """Choose one of each GPU's nearest ports, so that they carry as equally many as can be.
 
     Args:
         near: (G,) the ports that each GPU may use.
         cards: (P,) two ports of one card share its PCI link: another card comes first.
+        rates: (P,) of ports as loaded, the faster comes first.
 
     Example:
-        >>> _spread([(0, 1), (0, 1), (0, 1), (0,)], ["a", "b"])
+        >>> _spread([(0, 1), (0, 1), (0, 1), (0,)], ["a", "b"], [400.0, 400.0])
         [0, 1, 1, 0]
     """
     load: Counter[int] = Counter()
@@ -100,7 +172,8 @@ def _spread(near: Sequence[tuple[int, ...]], cards: Sequence[str]) -> list[int]:
 
     # Those with the least choice first: in a tree the others then fill up what is left.
     for gpu in sorted(range(len(near)), key=lambda gpu: len(near[gpu])):
-        move(gpu, min(near[gpu], key=lambda port: (load[port], on_card[cards[port]], port)))
+        order = {port: (load[port], -rates[port], on_card[cards[port]]) for port in near[gpu]}
+        move(gpu, min(near[gpu], key=lambda port: (*order[port], port)))
     # Distances are not always those of a tree; each move makes loads more even, so they end.
     while moves := [
         (gpu, port)
@@ -133,14 +206,34 @@ def _uneven(node: Node) -> list[str]:
     if far:
         warnings.append(f"the nearest port is on another NUMA node: {', '.join(far)}")
     if len({port.rate_gbits for port in ports}) > 1:
-        each = ", ".join(f"{port.label} {port.rate_gbits:g}" for port in ports)
+        each = ", ".join(f"{port.label} {port.rate_text}" for port in ports)
         warnings.append(f"rails have different rates, Gb/s: {each}; the slowest sets the pace")
+    if faster := _faster(node):
+        warnings.append(f"as near and much faster, but not used, Gb/s: {', '.join(faster)}")
     if not node.in_order:
         warnings.append(
             f"GPUs do not use rails in order (rail of each GPU: {node.rail_of_gpu}): NVSHMEM needs "
             "a mapping of its own in each process"
         )
     return warnings
+
+
+def _faster(node: Node) -> list[str]:
+    """Name ports that no GPU uses, though for some they are as near and at least twice as fast."""
+    rank = LINKS.index
+    texts = []
+    for index, port in enumerate(node.ports):
+        if index in node.used or port.state != "ACTIVE" or not port.pci:
+            continue
+        gpus = []
+        for gpu, row in enumerate(node.distance):
+            own = node.used[node.rail_of_gpu[gpu]]
+            near = rank(row[index].link) <= rank(row[own].link)
+            if near and port.rate_gbits >= max(MUCH_FASTER * node.ports[own].rate_gbits, 1):
+                gpus.append(f"GPU {gpu} uses {node.ports[own].label} {node.ports[own].rate_text}")
+        if gpus:
+            texts.append(f"{port.label} {port.rate_text} ({'; '.join(gpus)})")
+    return texts
 
 
 def _distance(gpu: Gpu, port: Nic) -> Distance:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from railwave.discovery.node import Gpu, Nic, Node
+from railwave.discovery.node import UNKNOWN_LAYER, Gpu, Nic, Node
 from railwave.discovery.spread import arrange
 
 SYSFS = "/sys"
@@ -104,7 +104,7 @@ def _find_ports(root: Path) -> Iterable[Nic]:
             rate = _read(port / "rate").partition(" ")[0]
             yield Nic(
                 *(device.name, int(port.name), pci, numa),
-                link_layer=_read(port / "link_layer"),
+                link_layer=_read(port / "link_layer") or UNKNOWN_LAYER,
                 state=state,
                 rate_gbits=float(rate) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", rate) else 0.0,
                 path=path,
