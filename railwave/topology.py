@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from railwave._check import check_index, check_non_negative_int, check_positive_int
-from railwave.discovery import SYSFS, Said, discover, joined, unlike, visible_rails
+from railwave.discovery import SYSFS, Said, discover, is_here, joined, unlike, visible_rails
 from railwave.errors import PeerError
 
 logger = logging.getLogger("railwave")
@@ -261,8 +261,8 @@ class Topology:
 def _say(sysfs: str | os.PathLike) -> Said:
     node = discover(sysfs)
     # Of another tree than this machine's, all GPUs.
-    here = os.fspath(sysfs) == SYSFS
-    rails = visible_rails(node, os.environ.get("CUDA_VISIBLE_DEVICES") if here else None)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if is_here(sysfs) else None
+    rails = visible_rails(node, shown)
     ports = tuple(replace(node.ports[port], path=()) for port in node.used)
     return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails, ports)
 

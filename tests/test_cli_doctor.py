@@ -337,6 +337,8 @@ def test_nvml_says_driver_and_links(monkeypatch):
     def fails():
         raise Error
 
+    fake.nvmlShutdown = fails
+    assert doctor.machine._ask_nvml() == ("580.65.06", (0, 18))
     fake.nvmlInit = fails
     assert doctor.machine._ask_nvml() == ("", None)
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -390,8 +390,31 @@ def test_nvml_names_gpus_where_it_can(monkeypatch, tree):
         assert [gpu.name for gpu in discover(str(tree.root)).gpus] == ["NVIDIA 0x2324"]
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800"], "nvmlDeviceGetUUID"))
     assert [(gpu.name, gpu.uuid) for gpu in discover(str(tree.root)).gpus] == [("NVIDIA H800", "")]
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800"], "nvmlShutdown"))
+    assert [gpu.name for gpu in discover(f"{tree.root}/").gpus] == ["NVIDIA H800"]
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert [gpu.name for gpu in discover(str(tree.root)).gpus] == ["NVIDIA 0x2324"]
+
+
+def test_a_gpu_that_nvml_cannot_name_is_left_out(monkeypatch, tree):
+    monkeypatch.setattr(discovery.system, "SYSFS", str(tree.root))
+    for g in range(3):
+        tree.gpu(f"pci000{g}:10", f"000{g}:10:01.0", f"000{g}:1a:00.0")
+    nvml = fake_nvml(["A", "lost", "C"])
+
+    def name(index):
+        if index == 1:
+            raise NvmlError("GPU is lost")
+        return "H800"
+
+    nvml.nvmlDeviceGetName = name
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    node = discover(tree.root)
+    found = [(gpu.index, gpu.pci) for gpu in node.gpus]
+    assert found == [(0, "0000:1a:00.0"), (1, "0002:1a:00.0")]
+    assert node.warnings[0].startswith(
+        "NVML does not say what its GPU 1 is, left out: GPU is lost;"
+    )
 
 
 # Evenness
@@ -467,8 +490,9 @@ def test_gpus_that_cuda_hides_are_left_out(tree, monkeypatch):
         discovery.visible_rails(node, "GPU-1a2b")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,5")
     assert Topology.discover(sysfs=tree.root).gpus_per_node == 8  # of another machine
-    monkeypatch.setattr(topology, "SYSFS", str(tree.root))
-    assert Topology.discover(sysfs=str(tree.root)) == Topology(1, 3, 3, rail_of_gpu=(2, 0, 1))
+    monkeypatch.setattr(discovery.system, "SYSFS", str(tree.root))
+    for way in (str(tree.root), f"{tree.root}/", tree.root / "bus" / ".."):
+        assert Topology.discover(sysfs=way) == Topology(1, 3, 3, rail_of_gpu=(2, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -488,7 +512,6 @@ def test_gpus_may_be_shown_by_uuid(tree, monkeypatch, devices, gpus):
         tree.gpu(f"pci000{i}:10", f"000{i}:10:01.0", f"000{i}:1a:00.0")
         tree.nic(f"mlx5_{3 - i}", f"pci000{i}:10", f"000{i}:10:01.0", f"000{i}:1b:00.0")
     monkeypatch.setattr(discovery.system, "SYSFS", str(tree.root))
-    monkeypatch.setattr(topology, "SYSFS", str(tree.root))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H800"] * 4))
     node = discover(str(tree.root))
     assert discovery.visible_gpus(node, devices) == gpus
@@ -622,7 +645,7 @@ def test_the_number_of_nodes_must_be_that_of_hosts(tree, tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["agree", "node", "spread"])
+@pytest.mark.parametrize("name", ["agree", "node", "spread", "system"])
 def test_examples_in_docstrings(name):
     result = doctest.testmod(getattr(discovery, name))
     assert result.attempted > 0 and result.failed == 0

@@ -18,6 +18,7 @@ from railwave.discovery.node import Node as Node
 from railwave.discovery.spread import arrange as arrange
 from railwave.discovery.system import SYSFS as SYSFS
 from railwave.discovery.system import discover as discover
+from railwave.discovery.system import is_here as is_here
 
 __all__ = [
     "LINKS",
@@ -30,6 +31,7 @@ __all__ = [
     "Said",
     "arrange",
     "discover",
+    "is_here",
     "joined",
     "unlike",
     "visible_gpus",

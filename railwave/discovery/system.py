@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,37 +39,60 @@ def discover(sysfs: str | os.PathLike = SYSFS) -> Node:
     root = Path(sysfs)
     if not root.is_dir():
         raise ValueError(f"sysfs must be a folder, got {os.fspath(sysfs)!r}")
-    found = _nvml_gpus() if os.fspath(sysfs) == SYSFS else None
+    found, warnings = _nvml_gpus() if is_here(sysfs) else ([], [])
     gpus = []
     for index, (pci, name, uuid) in enumerate(found or _sysfs_gpus(root)):
         path = _place(root / "bus/pci/devices" / pci)
         gpus.append(Gpu(index, name, pci, _numa(path), _pci_path(path), uuid))
-    return arrange(gpus, list(_find_ports(root)))
+    node = arrange(gpus, list(_find_ports(root)))
+    return replace(node, warnings=(*warnings, *node.warnings))
 
 
-def _nvml_gpus() -> list[tuple[str, str, str]] | None:
-    """Return (PCI address, name, UUID) of each GPU; None if NVML cannot say."""
+def is_here(sysfs: str | os.PathLike) -> bool:
+    """Whether a sysfs is this machine's own, however it is written, and not a copy of another's.
+
+    Example:
+        >>> is_here("/sys/"), is_here("/sys/class/.."), is_here("/mnt/copy")
+        (True, True, False)
+    """
+    return os.path.realpath(sysfs) == os.path.realpath(SYSFS)
+
+
+def _nvml_gpus() -> tuple[list[tuple[str, str, str]], list[str]]:
+    """Return (PCI address, name, UUID) of each GPU, none if NVML cannot say; and warnings."""
+    gpus: list[tuple[str, str, str]] = []
+    warnings: list[str] = []
     try:
         import pynvml
     except ImportError:
-        return None
+        return gpus, warnings
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return None
+        return gpus, warnings
     try:
-        gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            address = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)  # 00000000:1A:00.0
-            domain, _, rest = address.lower().partition(":")
-            texts = _text(pynvml.nvmlDeviceGetName(handle)), _nvml_uuid(pynvml, handle)
-            gpus.append((f"{int(domain, 16):04x}:{rest}", *texts))
-        return gpus
+            try:
+                gpus.append(_nvml_gpu(pynvml, index))
+            except pynvml.NVMLError as error:
+                text = (
+                    f"NVML does not say what its GPU {index} is, left out: {error}; see nvidia-smi"
+                )
+                warnings.append(text)
     except pynvml.NVMLError:
-        return None
+        pass
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return gpus, warnings if gpus else []
+
+
+def _nvml_gpu(pynvml: Any, index: int) -> tuple[str, str, str]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    address = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)  # 00000000:1A:00.0
+    domain, _, rest = address.lower().partition(":")
+    texts = _text(pynvml.nvmlDeviceGetName(handle)), _nvml_uuid(pynvml, handle)
+    return f"{int(domain, 16):04x}:{rest}", *texts
 
 
 def _nvml_uuid(pynvml: Any, handle: Any) -> str:

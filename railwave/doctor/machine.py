@@ -81,7 +81,8 @@ def _ask_nvml() -> tuple[str, tuple[int, ...] | None]:
     except pynvml.NVMLError:
         pass
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
     return driver, links
 
 
