@@ -144,6 +144,12 @@ def test_doctor_without_room_in_shared_memory_returns_1(monkeypatch):
     assert result.out.splitlines()[-1] == "dispatch will NOT run: mend shared memory"
 
 
+def test_gpus_do_without_shared_memory(gpus, monkeypatch):
+    monkeypatch.setattr(shm, "free_bytes", lambda: 0)
+    status, text = only(gpus, "shared memory")
+    assert status == OK and "0 MiB free" in text and "GPUs do not use it" in text
+
+
 def test_a_node_of_gpus_that_is_whole(gpus):
     diagnosis = examine(gpus)
     assert [f for f in diagnosis.findings if f.status != OK] == []
@@ -171,6 +177,80 @@ def test_without_a_nic_no_wire_between_nodes_is_possible(tree, gpus):
     assert "while NVSHMEM_REMOTE_TRANSPORT is none" in only(off, "wire between nodes")[1]
 
 
+def test_several_nodes_need_a_wire_between_them(tree, gpus, monkeypatch):
+    bare = Tree(tree.root.parent / "bare")
+    bare.gpu(*switch(0, 0, "00.0"))
+    off = {"NVSHMEM_REMOTE_TRANSPORT": "none"}
+    for machine, said in (
+        (replace(gpus, node=discover(bare.root), num_gpus=1), "-> several nodes need a port"),
+        (replace(gpus, environment=off), "-> unset NVSHMEM_REMOTE_TRANSPORT"),
+        (replace(gpus, num_gpus=0), "-> run on one node"),
+    ):
+        assert only(machine, "wire between nodes")[0] == OK and examine(machine).runs
+        status, text = only(replace(machine, nodes=2), "wire between nodes")
+        assert status == ERROR and "; the job has 2 nodes" in text and said in text
+        assert "mend wire between nodes" in examine(replace(machine, nodes=2)).verdict
+    assert examine(replace(gpus, nodes=2)).runs
+
+
+@NO_GPU
+def test_doctor_is_told_of_nodes_or_asks_the_environment(monkeypatch):
+    assert run("doctor", "--nodes=2").code == 1 and run("doctor", "--nodes=1").code == 0
+    result = run("doctor", "--nodes=0")
+    assert result.code == 2 and "--nodes must be" in result.err
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert run("doctor").code == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert run("doctor").code == 1 and run("doctor", "--nodes=1").code == 0
+
+
+def test_a_link_layer_that_cannot_be_read_is_not_a_variable(tree):
+    tree.gpu(*switch(0, 0, "00.0"))
+    tree.nic("mlx5_0", *switch(0, 2, "00.0"))
+    (tree.root / "class/infiniband/mlx5_0/ports/1/link_layer").unlink()
+    machine = Machine(discover(tree.root), num_gpus=1, nodes=2)
+    status, text = only(machine, "wire between nodes")
+    assert status == WARNING and "NVSHMEM over an unknown link layer: mlx5_0:1 -> see link" in text
+
+
+def test_gpus_that_cuda_hides_are_not_listed(gpus):
+    shown = replace(gpus, num_gpus=2, environment={"CUDA_VISIBLE_DEVICES": "6,4"})
+    _, text = only(shown, "NICs")
+    assert "of 8 GPUs CUDA shows 2: GPU 6 rail 6, GPU 4 rail 4 ->" in text
+    assert "over InfiniBand: mlx5_4:1, mlx5_6:1 ->" in only(shown, "wire between nodes")[1]
+
+
+def test_devices_that_discovery_refuses(gpus):
+    for devices, said in (("MIG-1", "numbers, or UUIDs"), ("GPU-1a", "numbers where NVML")):
+        environment = {"CUDA_VISIBLE_DEVICES": devices}
+        status, text = only(replace(gpus, environment=environment), "environment")
+        assert status == ERROR and said in text
+        on_cpu = replace(gpus, num_gpus=0, environment=environment)
+        assert only(on_cpu, "environment")[0] == WARNING
+    assert (
+        "not known" in only(replace(gpus, environment={"CUDA_VISIBLE_DEVICES": "MIG-1"}), "NICs")[1]
+    )
+
+
+def test_an_order_of_gpus_that_is_not_that_of_discovery(gpus):
+    first, *others = gpus.node.gpus
+    node = replace(gpus.node, gpus=(replace(first, name="H20", uuid="GPU-a"), *others))
+    mixed = replace(gpus, node=node)
+    status, text = only(mixed, "environment")
+    assert status == WARNING and "(H20, NVIDIA 0x2324)" in text
+    assert "-> export CUDA_DEVICE_ORDER=PCI_BUS_ID" in text
+    by_place = replace(mixed, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert only(by_place, "environment")[0] == only(gpus, "environment")[0] == OK
+
+
+def test_another_machine_shows_all_its_gpus(tree, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    tree.gpu(*switch(0, 0, "00.0"))
+    assert "CUDA_VISIBLE_DEVICES" not in doctor.look(tree.root).environment
+    monkeypatch.setattr(doctor.machine, "is_here", lambda sysfs: True)
+    assert doctor.look(tree.root).environment["CUDA_VISIBLE_DEVICES"] == "MIG-1"
+
+
 def test_gpus_that_torch_does_not_find(gpus):
     cpu_build = replace(gpus, num_gpus=0, cuda_build=None)
     status, text = only(cpu_build, "torch's GPUs")
@@ -182,6 +262,7 @@ def test_gpus_that_torch_does_not_find(gpus):
 def test_drivers(gpus):
     assert only(replace(gpus, driver="575.10"), "driver")[0] == WARNING
     assert only(replace(gpus, driver="575.10", cuda_build="12.9"), "driver")[0] == OK
+    assert only(replace(gpus, driver="470.82", cuda_build="12.9"), "driver")[0] == WARNING
     assert "nvidia-ml-py" in only(replace(gpus, driver=""), "driver")[1]
 
 
@@ -300,9 +381,17 @@ LIST = {"NVSHMEM_HCA_LIST": "mlx5_0:1"}
         ({**MAPPING, **ON, **LIST}, ["NVSHMEM_HCA_LIST is set, so NVSHMEM ignores"]),
         ({**MAPPING, **LIST}, ["NVSHMEM_HCA_LIST is set", "has no effect without"]),
         ({"NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:1,mlx5_9:1:1", **ON}, ["not active: mlx5_9:1 "]),
+        (
+            {"NVSHMEM_HCA_LIST": "mlx5_0,mlx5_9:1", **ON},
+            ["LIST names ports that are not active: mlx5_9:1"],
+        ),
+        ({"NVSHMEM_HCA_LIST": "^mlx5_9:1", **ON}, []),
+        ({"NVSHMEM_HCA_PE_MAPPING": "mlx5_8:1:1", **ON}, ["no GPU's rail: mlx5_8:1 "]),
     ],
 )
-def test_variables_that_undo_one_another(gpus, environment, said):
+def test_variables_that_undo_one_another(tree, gpus, environment, said):
+    tree.nic("mlx5_8", "pci0000:a0", "0000:a0:01.0", layer="Ethernet")
+    gpus = replace(gpus, node=discover(tree.root))
     results = found(replace(gpus, environment=environment), "environment")
     if not said:
         assert [status for status, _ in results] == [OK]
@@ -345,6 +434,7 @@ def test_nvml_says_driver_and_links(monkeypatch):
     assert doctor.machine._ask_nvml() == ("", None)
 
 
-def test_examples_in_docstrings():
-    result = doctest.testmod(doctor.software)
+@pytest.mark.parametrize("name", ["environment", "machine", "software"])
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(getattr(doctor, name))
     assert result.attempted > 0 and result.failed == 0

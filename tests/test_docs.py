@@ -241,6 +241,7 @@ def test_the_batch_file_starts_the_launch_file_on_each_node(tmp_path):
         **{"env": {**ENVIRONMENT, **slurm, "PATH": path}, "capture_output": True, "text": True},
     )
     assert run.returncode == 0, run.stderr
+    assert run.stdout.count("-m railwave doctor --nodes 2\n") == 2
     started = [line for line in run.stdout.splitlines() if "torch.distributed.run" in line]
     assert [re.search(r"--node-rank=(\d)", line)[1] for line in started] == ["0", "1"]
     for line in started:

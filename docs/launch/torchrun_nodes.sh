@@ -26,6 +26,6 @@ else
     where+=(--master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
 fi
 
-"$PYTHON" -m railwave doctor
+"$PYTHON" -m railwave doctor --nodes "$NODES"
 exec "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc-per-node="$GPUS_PER_NODE" \
     docs/launch/with_rails.py "$@"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from railwave._check import check_positive_int
 from railwave.cli.options import Help, add_verbose
 from railwave.cli.output import check_writable, write_json
 from railwave.discovery import SYSFS
@@ -24,6 +25,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         formatter_class=Help,
     )
     doctor.set_defaults(command=_doctor)
+    doctor.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="of the job: several need a wire between them "
+        "(default: WORLD_SIZE / LOCAL_WORLD_SIZE, or 1)",
+    )
     _add_common(doctor)
 
 
@@ -54,7 +62,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
     if args.json is not None:
         check_writable(args.json)
-    diagnosis = examine(look(args.sysfs))
+    nodes = None if args.nodes is None else check_positive_int(args.nodes, "--nodes")
+    diagnosis = examine(look(args.sysfs, nodes=nodes))
     if args.json is not None:
         write_json(args.json, diagnosis.to_json())
     print_diagnosis(diagnosis)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from railwave.doctor import hardware, software
+from railwave.doctor import environment, hardware, software
 from railwave.doctor.machine import ERROR as ERROR
 from railwave.doctor.machine import OK as OK
 from railwave.doctor.machine import WARNING as WARNING
@@ -21,7 +21,7 @@ __all__ = ["ERROR", "OK", "WARNING", "Diagnosis", "Finding", "Machine", "examine
 CHECKS = (
     *(software.versions, software.torch, software.driver, software.nvshmem, software.nvshmem4py),
     *(hardware.shared_memory, hardware.mps, hardware.nvlink, hardware.nics),
-    *(hardware.conflicts, hardware.wires),
+    *(environment.variables, hardware.wires),
 )
 
 

@@ -1,4 +1,4 @@
-"""Judge memory and wires: shared memory, MPS, NVLink, NICs, NVSHMEM's variables."""
+"""Judge memory and wires: shared memory, MPS, NVLink, NICs, what reaches other nodes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from railwave.config import Config
+from railwave.discovery.node import UNKNOWN_LAYER
+from railwave.doctor.environment import shown_gpus
 from railwave.doctor.machine import ERROR, GET_NVML, OK, WARNING, Finding, Machine
 from railwave.heap import shm
 from railwave.topology import Topology
 
 NO_TCP = "NVSHMEM has no documented transport over TCP"
-_OFF = ("", "0", "n", "no", "f", "false")
 _MIB = 1 << 20
 
 
@@ -101,67 +102,67 @@ def nvlink(machine: Machine) -> Iterator[Finding]:
 
 
 def nics(machine: Machine) -> Iterator[Finding]:
-    ports = machine.node.ports
-    active = [port for port in ports if port.state == "ACTIVE"]
-    found = f"{len(active)} of {len(ports)} ports are active"
+    node, shown = machine.node, shown_gpus(machine)
+    active = [port for port in node.ports if port.state == "ACTIVE"]
+    found = f"{len(active)} of {len(node.ports)} ports are active"
     if not machine.num_gpus:
         yield Finding("NICs", OK, f"{found}; a CPU does not use them")
         return
-    yield Finding("NICs", OK, f"{found}; rail of each GPU: {machine.node.rail_of_gpu}")
-    for text in machine.node.warnings:
-        mend = "railwave topo shows the map" if machine.node.used else "none is needed on one node"
+    if shown is None:
+        rails = "which GPUs CUDA shows is not known"
+    elif len(shown) < len(node.gpus):
+        each = ", ".join(f"GPU {gpu} rail {node.rail_of_gpu[gpu]}" for gpu in shown)
+        rails = f"of {len(node.gpus)} GPUs CUDA shows {len(shown)}: {each}"
+    else:
+        rails = f"rail of each GPU: {node.rail_of_gpu}"
+    yield Finding("NICs", OK, f"{found}; {rails}")
+    needed = node.used or machine.nodes > 1
+    for text in node.warnings:
+        mend = "railwave topo shows the map" if needed else "none is needed on one node"
         yield Finding("NICs", WARNING, text, mend)
-
-
-def conflicts(machine: Machine) -> Iterator[Finding]:
-    """Find variables of NVSHMEM that undo one another."""
-    given = machine.environment.get
-    mapping, names = given("NVSHMEM_HCA_PE_MAPPING"), given("NVSHMEM_HCA_LIST")
-    enabled = given("NVSHMEM_ENABLE_NIC_PE_MAPPING", "").lower() not in _OFF
-    name, count = "environment", 0
-    if mapping and names:
-        count += 1
-        found = "NVSHMEM_HCA_LIST is set, so NVSHMEM ignores NVSHMEM_HCA_PE_MAPPING"
-        yield Finding(name, WARNING, found, "unset NVSHMEM_HCA_LIST")
-    if (mapping or names) and not enabled:
-        count += 1
-        which = "NVSHMEM_HCA_PE_MAPPING" if mapping else "NVSHMEM_HCA_LIST"
-        found = f"{which} has no effect without NVSHMEM_ENABLE_NIC_PE_MAPPING=1"
-        yield Finding(name, WARNING, found, "export NVSHMEM_ENABLE_NIC_PE_MAPPING=1")
-    active = {port.label for port in machine.node.ports if port.state == "ACTIVE"}
-    listed = [":".join(entry.split(":")[:2]) for entry in (mapping or "").split(",") if entry]
-    if unknown := [label for label in listed if label not in active]:
-        count += 1
-        found = f"NVSHMEM_HCA_PE_MAPPING names ports that are not active: {', '.join(unknown)}"
-        yield Finding(name, WARNING, found, "railwave topo prints the mapping of this node")
-    if not count:
-        yield Finding(name, OK, "no variables of NVSHMEM that undo one another")
 
 
 def link_layer(machine: Machine) -> str:
     """Return the link layer that reaches other nodes; "" if nothing does."""
-    off = machine.environment.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none"
-    if off or not machine.node.used:
+    if _transport_is_off(machine) or not machine.node.used:
         return ""
     layer = machine.node.ports[machine.node.used[0]].link_layer
-    return "RoCE" if layer == "Ethernet" else layer
+    return {"Ethernet": "RoCE", UNKNOWN_LAYER: "an unknown link layer"}.get(layer, layer)
+
+
+def _transport_is_off(machine: Machine) -> bool:
+    return machine.environment.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() == "none"
 
 
 def wires(machine: Machine) -> Iterator[Finding]:
-    within, between = "wire within a node", "wire between nodes"
+    found = "mapped memory, by plain stores: the same GPU, NVLink or PCI peers"
     if not machine.num_gpus:
         found = "shared memory, since torch finds no GPU: triton's interpreter runs on a CPU"
-        yield Finding(within, OK, found)
-        yield Finding(between, OK, "none: shared memory is of one host; only GPUs reach another")
-        return
-    found = "mapped memory, by plain stores: the same GPU, NVLink or PCI peers"
-    yield Finding(within, OK, found)
-    if layer := link_layer(machine):
-        labels = [machine.node.ports[port].label for port in machine.node.used]
-        yield Finding(between, OK, f"NVSHMEM over {layer}: {', '.join(labels)}")
-    elif machine.node.used:
-        found = f"none possible while NVSHMEM_REMOTE_TRANSPORT is none; {NO_TCP}"
-        yield Finding(between, OK, found, "unset NVSHMEM_REMOTE_TRANSPORT for several nodes")
-    else:
+    yield Finding("wire within a node", OK, found)
+    status, found, mend = _between(machine)
+    if status == ERROR:
+        found = f"{found}; the job has {machine.nodes} nodes"
+    yield Finding("wire between nodes", status, found, mend)
+
+
+def _between(machine: Machine) -> tuple[str, str, str]:
+    """Return status, what is found and its mend: none is an error for a job of several nodes."""
+    node = machine.node
+    none = ERROR if machine.nodes > 1 else OK
+    if not machine.num_gpus:
+        found = "none: shared memory is of one host; only GPUs reach another"
+        mend = "run on one node, or on GPUs that torch finds" if none == ERROR else ""
+        return none, found, mend
+    if not node.used:
         found = f"none possible: no active InfiniBand or RoCE port, and {NO_TCP}"
-        yield Finding(between, OK, found, "several nodes need a port that is up: see ibstat")
+        return none, found, "several nodes need a port that is up: see ibstat"
+    if _transport_is_off(machine):
+        found = f"none possible while NVSHMEM_REMOTE_TRANSPORT is none; {NO_TCP}"
+        return none, found, "unset NVSHMEM_REMOTE_TRANSPORT for several nodes"
+    shown = shown_gpus(machine)
+    gpus = range(len(node.gpus)) if shown is None else shown
+    ports = [node.ports[node.used[r]] for r in sorted({node.rail_of_gpu[gpu] for gpu in gpus})]
+    found = f"NVSHMEM over {link_layer(machine)}: {', '.join(port.label for port in ports)}"
+    if any(port.link_layer == UNKNOWN_LAYER for port in ports):
+        return WARNING, found, "see link_layer of these ports in /sys/class/infiniband"
+    return OK, found, ""

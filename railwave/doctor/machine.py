@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from railwave.discovery import SYSFS, Node, discover
+from railwave.discovery import SYSFS, Node, discover, is_here
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 GET_NVML = "pip install 'railwave[gpu]' (nvidia-ml-py)"
@@ -38,14 +39,22 @@ class Machine:
     driver: str = ""  # "": unknown
     nvlinks: tuple[int, ...] | None = None  # active ones of each GPU; None: unknown
     environment: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1  # of the job
 
 
-def look(sysfs: str | os.PathLike = SYSFS) -> Machine:
+def look(sysfs: str | os.PathLike = SYSFS, *, nodes: int | None = None) -> Machine:
     """Ask this machine. Uses the GPUs a little, and no group.
+
+    Args:
+        sysfs: where sysfs is mounted.
+        nodes: of the job. Default: WORLD_SIZE / LOCAL_WORLD_SIZE, 1 where they are not set.
 
     Raises:
         ValueError: sysfs is no folder.
     """
+    environment = dict(os.environ)
+    if not is_here(sysfs):  # of another machine, CUDA shows all GPUs
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     major, minor = torch.cuda.get_device_capability(0) if gpus else (9, 0)
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
@@ -58,8 +67,22 @@ def look(sysfs: str | os.PathLike = SYSFS) -> Machine:
         apart=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
         driver=driver,
         nvlinks=nvlinks,
-        environment=dict(os.environ),
+        environment=environment,
+        nodes=nodes_of(environment) if nodes is None else nodes,
     )
+
+
+def nodes_of(environment: Mapping[str, str]) -> int:
+    """Return the number of nodes of a job that torchrun started; 1 if nothing says so.
+
+    Example:
+        >>> nodes_of({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}), nodes_of({})
+        (2, 1)
+    """
+    world, local = (environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if not all(re.fullmatch("[1-9][0-9]{0,6}", text) for text in (world, local)):
+        return 1
+    return -(-int(world) // int(local))
 
 
 def _ask_nvml() -> tuple[str, tuple[int, ...] | None]:
