@@ -4,6 +4,7 @@ import doctest
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -263,7 +264,8 @@ def test_drivers(gpus):
     assert only(replace(gpus, driver="575.10"), "driver")[0] == WARNING
     assert only(replace(gpus, driver="575.10", cuda_build="12.9"), "driver")[0] == OK
     assert only(replace(gpus, driver="470.82", cuda_build="12.9"), "driver")[0] == WARNING
-    assert "nvidia-ml-py" in only(replace(gpus, driver=""), "driver")[1]
+    for unknown in ("", "x"):
+        assert "nvidia-ml-py" in only(replace(gpus, driver=unknown), "driver")[1]
 
 
 def test_versions_are_held_against_what_the_package_allows(gpus, monkeypatch):
@@ -288,6 +290,21 @@ def test_versions_are_held_against_what_the_package_allows(gpus, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", gone)
     assert only(gpus, "railwave")[0] == WARNING and only(gpus, "torch")[0] == OK
+
+
+@NO_GPU
+def test_a_triton_that_cannot_be_imported_is_an_error_on_a_cpu(tmp_path):
+    """Its version is there, but not its library; the interpreter needs it too."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton/__init__.py").write_text("raise OSError('no libtriton.so')\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(doctor.__file__).parents[2])])
+    result = subprocess.run(
+        [sys.executable, "-m", "railwave", "doctor"],
+        **{"env": {**os.environ, "PYTHONPATH": path}, "capture_output": True, "text": True},
+    )
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "cannot be imported: no libtriton.so" in result.stdout
+    assert result.stdout.splitlines()[-1] == "dispatch will NOT run: mend triton"
 
 
 def bitcode_gives(monkeypatch, result):

@@ -34,7 +34,19 @@ def versions(machine: Machine) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, ERROR, "not installed", f"pip install '{rule}'")
             continue
-        yield _version(name, version, rule)
+        if error := _import_error(name):
+            mend = f"pip install --force-reinstall '{rule}'"
+            yield Finding(name, ERROR, f"{version} cannot be imported: {error}", mend)
+        else:
+            yield _version(name, version, rule)
+
+
+def _import_error(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # an ImportError, or what loading a library raises
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _version(name: str, version: str, rule: str) -> Finding:
@@ -70,12 +82,12 @@ def torch(machine: Machine) -> Iterator[Finding]:
 
 
 def driver(machine: Machine) -> Iterator[Finding]:
-    if not machine.driver:
+    if not (version := _numbers(machine.driver)):
         if machine.node.gpus or machine.num_gpus:
             yield Finding("driver", WARNING, "NVML does not say its version", GET_NVML)
         return
     least = LEAST_DRIVER.get((_numbers(machine.cuda_build or "") or (0,))[0], 0)
-    if _numbers(machine.driver)[0] < least:
+    if version[0] < least:
         found = f"{machine.driver}, older than CUDA {machine.cuda_build} asks for"
         yield Finding("driver", WARNING, found, f"install driver {least} or newer")
     else:
@@ -87,7 +99,7 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
     needed = machine.num_gpus > 0
     try:
         bitcode = Path(load(interpret=False).wire.nvshmem.device_library(machine.arch))
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:  # no bitcode, or whatever a triton that is broken raises
         found = str(error) if needed else f"none that can be used ({error}); only GPUs need it"
         mend = "pip install 'triton>=3.7' 'nvidia-nvshmem-cu13'" if needed else ""
         yield Finding("NVSHMEM", ERROR if needed else OK, found, mend)
@@ -116,9 +128,7 @@ def nvshmem4py(machine: Machine) -> Iterator[Finding]:
         yield Finding(name, OK, f"{version}; only GPUs need it")
         return
     for module in ("nvshmem.core", "cuda.core"):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # an ImportError, or what loading a library raises
+        if error := _import_error(module):
             yield Finding(name, ERROR, f"{module} cannot be imported: {error}", _GET_NVSHMEM)
             return
     yield Finding(name, OK, "nvshmem.core and cuda.core can be imported")
