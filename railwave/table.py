@@ -7,7 +7,7 @@ Letters: R rails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -62,8 +62,9 @@ def print_node(node: Node) -> None:
     """Print GPUs by ports, the ports, the rail of each GPU, warnings, and variables to export."""
     console = _console()
     if node.gpus:
-        console.print(_gpus(node))
-        console.print()
+        for table in _gpus(node, console.width):
+            console.print(table)
+            console.print()
     if node.ports:
         console.print(_ports(node))
         console.print()
@@ -93,18 +94,37 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     console.print(diagnosis.verdict, markup=False, soft_wrap=True)
 
 
-def _gpus(node: Node) -> Table:
-    table = _empty_table()
-    for name in ("GPU", "name", "PCI", "NUMA", "rail"):
-        table.add_column(name, no_wrap=True)
-    for port in range(len(node.ports)):
-        table.add_column(f"P{port}", no_wrap=True)
-    for gpu, rail, row in zip(node.gpus, node.rail_of_gpu, node.distance, strict=True):
-        own = node.used[rail] if node.used else -1
-        far = [d.link + "*" * (port == own) for port, d in enumerate(row)]
-        numa = "?" if gpu.numa < 0 else str(gpu.numa)
-        table.add_row(str(gpu.index), escape(gpu.name), gpu.pci, numa, str(rail), *far)
-    return table
+def _gpus(node: Node, width: int) -> Iterator[Table]:
+    """Make tables of GPUs by ports, each of as many ports as there is room for."""
+    numa = ["?" if gpu.numa < 0 else str(gpu.numa) for gpu in node.gpus]
+    columns = [
+        ("GPU", [str(gpu.index) for gpu in node.gpus]),
+        ("name", [escape(gpu.name) for gpu in node.gpus]),
+        ("PCI", [gpu.pci for gpu in node.gpus]),
+        ("NUMA", numa),
+        ("rail", [str(rail) for rail in node.rail_of_gpu]),
+    ]
+    far = [
+        (f"P{port}", [_link(node, gpu, port) for gpu in range(len(node.gpus))])
+        for port in range(len(node.ports))
+    ]
+    while True:
+        room = width - sum(max(map(len, (name, *cells))) + 1 for name, cells in columns)
+        shown = max(1, room // (len("NODE*") + 1))
+        table = _empty_table()
+        for name, _ in [*columns, *far[:shown]]:
+            table.add_column(name, no_wrap=name != "name", overflow="fold")
+        for cells in zip(*(cells for _, cells in [*columns, *far[:shown]]), strict=True):
+            table.add_row(*cells)
+        yield table
+        columns, far = columns[:1], far[shown:]
+        if not far:
+            return
+
+
+def _link(node: Node, gpu: int, port: int) -> str:
+    own = node.used[node.rail_of_gpu[gpu]] if node.used else -1
+    return node.distance[gpu][port].link + "*" * (port == own)
 
 
 def _ports(node: Node) -> Table:

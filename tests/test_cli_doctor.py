@@ -4,6 +4,7 @@ import doctest
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from railwave import doctor
+from railwave import doctor, table
 from railwave.discovery import discover
 from railwave.doctor import ERROR, OK, WARNING, Machine, examine
 from railwave.heap import shm
@@ -87,6 +88,33 @@ def test_topo_prints_the_map_and_what_to_export(tree, tmp_path):
     assert report["ports"][0]["name"] == "mlx5_0"
 
 
+@pytest.mark.parametrize("ports, width", [(20, 80), (8, 80), (20, 100), (3, 80)])
+def test_topo_shows_ports_in_blocks_that_fit(tree, monkeypatch, ports, width):
+    """All distances of all GPUs are there, whole."""
+    for g in range(12):
+        tree.gpu(*switch(g // 4, g % 4, "00.0"), numa=g // 4)
+    for i in range(ports):
+        tree.nic(f"mlx5_{i}", *switch(i % 3, 4 + i // 3, "00.0"), numa=i % 3)
+    monkeypatch.setattr(table, "WIDTH", width)
+    out = run("topo", "--sysfs", tree.root).out
+    node = discover(tree.root)
+    blocks = out.partition("\nport ")[0].split("\n\n")
+    got = set()
+    for block in blocks:
+        head, _, *rows = block.splitlines()
+        assert max(map(len, [head, *rows])) <= width
+        names = [name for name in head.split() if re.fullmatch(r"P\d+", name)]
+        for line in rows:
+            gpu, *cells = line.split()
+            got |= {(int(gpu), *pair) for pair in zip(names, cells[-len(names) :], strict=True)}
+    want = {
+        (gpu, f"P{port}", far.link + "*" * (node.used[node.rail_of_gpu[gpu]] == port))
+        for gpu, row in enumerate(node.distance)
+        for port, far in enumerate(row)
+    }
+    assert got == want
+
+
 def test_topo_says_what_is_uneven_and_returns_0(tree):
     h800(tree, ports=[["ACTIVE"]] * 7 + [["DOWN"]])
     result = run("topo", "--sysfs", tree.root)
@@ -115,6 +143,7 @@ def test_mistakes_are_named(command, tmp_path):
     for argv, said in (
         (["--sysfs", "no/such"], "sysfs must be a folder, got 'no/such'"),
         (["--json", "no/such/file"], "--json must be in an existing folder"),
+        (["--json", "-"], "--json must be a file, got '-': /dev/stdout is where output goes"),
         (["--quick"], "--quick"),
     ):
         result = run(command, *argv)
