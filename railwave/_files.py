@@ -48,6 +48,10 @@ def check_writable(path: str, option: str = "--json") -> None:
     """
     if not path:
         raise FileNotFoundError(f"{option} must be a file, got an empty name")
+    if path == "-":
+        raise FileNotFoundError(
+            f"{option} must be a file, got '-': /dev/stdout is where output goes, ./- a file"
+        )
     if os.path.isdir(path):
         raise IsADirectoryError(f"{option} must be a file, got the directory {path!r}")
     folder = os.path.dirname(os.path.realpath(path))

@@ -689,6 +689,18 @@ def test_port_counters_stand_beside_what_was_put(tree, monkeypatch):
     assert doctest.testmod(port_counters).failed == 0
 
 
+def test_counters_settle_before_the_second_reading(tree, monkeypatch):
+    """The driver brings them up to date while the reader waits."""
+    tree.nic("mlx5_0", *switch(0, 1, "00.0"))
+    count(tree, "mlx5_0:1", 0, 0)
+    monkeypatch.setattr(
+        port_counters.time, "sleep", lambda s: count(tree, "mlx5_0:1", int(10 * s), 1)
+    )
+    with PortCounters(tree.root, settle_s=2.5) as ports:
+        pass
+    assert [(row.sent_bytes, row.received_bytes) for row in ports.rows()] == [(100, 4)]
+
+
 def test_a_node_without_counters_has_no_rows(tmp_path):
     with PortCounters(tmp_path) as ports:
         pass
