@@ -138,6 +138,34 @@ def test_topo_without_nics_or_gpus(tree):
     assert "warning: no active NIC port" in out and "export NVSHMEM_REMOTE_TRANSPORT=none" in out
 
 
+def test_topo_compares_what_nodes_wrote(tmp_path):
+    files = []
+    slow = ["400 Gb/sec (4X NDR)"] * 7 + ["200 Gb/sec (4X HDR)"]
+    down = [["ACTIVE"]] * 7 + [["DOWN"]]
+    for name, of_nic in (("a", {}), ("b", {}), ("slow", {"rate": slow}), ("down", {"ports": down})):
+        tree, file = Tree(tmp_path / name), str(tmp_path / f"{name}.json")
+        h800(tree, **of_nic)
+        assert run("topo", "--sysfs", tree.root, "--json", file).code == 0
+        files.append(file)
+    a, b, slow, down = files
+    result = run("topo", "--compare", a, b)
+    assert (result.code, result.out) == (0, f"the same map: {a}, {b}\n")
+    result = run("topo", "--compare", a, b, slow)
+    said = f"warning: rail 7 has 200 Gb/s on {slow} and 400 on {a}: the slowest sets the pace\n"
+    assert result.code == 0 and result.out.startswith(said)
+    result = run("topo", "--compare", a, down)
+    assert result.code == 1 and "all nodes must have the same map, got" in result.out
+    (tmp_path / "no.json").write_text('{"ports": []}')
+    for argv, text in (
+        ([a], "two or more"),
+        ([a, a], "each once"),
+        ([a, tmp_path / "no.json"], "must name files that railwave topo --json wrote"),
+        ([a, "no/such"], "no/such"),
+    ):
+        result = run("topo", "--compare", *argv)
+        assert result.code == 2 and text in result.err
+
+
 @pytest.mark.parametrize("command", ["topo", "doctor"])
 def test_mistakes_are_named(command, tmp_path):
     for argv, said in (

@@ -5,8 +5,8 @@ of this machine, and `railwave select` explains what one chooses; `railwave topo
 GPUs and NICs, `railwave doctor` says whether dispatch will run here; `railwave clean` removes the
 shared memory that killed processes left.
 
-Exit codes: 0, done (and every path is verified, or dispatch will run); 1, a path is not verified,
-or dispatch will not run; 2, a mistake in the call.
+Exit codes: 0, done (and every path is verified, dispatch will run, or nodes have the same map); 1,
+a path is not verified, dispatch will not run, or nodes differ; 2, a mistake in the call.
 """
 
 from __future__ import annotations
