@@ -237,6 +237,16 @@ def test_of_ports_as_near_the_faster_are_used(tree):
     assert node.warnings == () and node.rail_of_gpu == (0, 1)
 
 
+def test_a_faster_port_is_not_left_for_a_slower(tree):
+    """As much with both of 200 Gb/s as with one of 400, so all may be used; the fast one is."""
+    for g in range(2):
+        tree.gpu(*switch(0, g, "00.0"))
+    for i, rate in enumerate((HDR, HDR, NDR)):
+        tree.nic(f"mlx5_{i}", *switch(0, 2 + i, "00.0"), rate=rate)
+    node = discover(tree.root)
+    assert [node.ports[port].name for port in node.used] == ["mlx5_0", "mlx5_2"]
+
+
 def test_different_rates_are_told(tree):
     h800(tree, rate=[NDR] * 7 + [HDR])
     (warning,) = discover(tree.root).warnings
