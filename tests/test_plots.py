@@ -5,6 +5,7 @@ import importlib
 import math
 import re
 import sys
+import warnings
 
 import pytest
 
@@ -38,6 +39,17 @@ def test_rail_shares_are_of_each_nodes_own_sum():
     assert labels(figure) == ["native", "joint", "even: 50 %"]
     assert figure.get_suptitle() == r"a \$b"
     assert {axes.lines[0].get_ydata()[0] for axes in figure.axes} == {50}
+
+
+def test_every_series_is_in_the_legend_and_huge_loads_are_shares():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = plot_rail_shares({"_a": [[1e308, 1e308]], "b": [[3e-320, 1e-320]]})
+    assert labels(figure) == ["_a", "b", "even: 50 %"]
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    assert heights[:2] == [50, 50] and heights[2] == pytest.approx(75, rel=1e-3)
+    bars = [container.patches[0].get_facecolor() for container in figure.axes[0].containers]
+    assert [patch.get_facecolor() for patch in figure.legends[0].get_patches()] == bars
 
 
 def test_rail_shares_of_many_nodes_fill_lines_of_panels():
@@ -110,9 +122,31 @@ def test_waves_stack_what_overlaps_and_number_it():
     assert colours == [NODE[1], NODE[2], NODE[3], NODE[0]]
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "0"]
     assert labels(figure) == ["from 0", "from 1", "from 2", "from 3"]
+    patches = figure.legends[0].get_patches()
+    assert [to_hex(patch.get_facecolor()) for patch in patches] == list(NODE[:4])
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [
         f"to node {d}" for d in range(5)
     ]
+
+
+@pytest.mark.parametrize("begin", [-1000, 0, 1e6, 1e9])
+def test_waves_number_what_is_long_beside_the_axis_wherever_time_begins(begin):
+    """0.035 of it is the least; bars that follow one another share no lane, whatever is rounded."""
+    times = [(1, 0, 0, 60), (2, 0, 60, 96.4), (3, 0, 96.4, 100), (2, 1, 0, 3.4), (3, 1, 5, 9)]
+    figure = plot_waves([(s, d, begin + a, begin + b) for s, d, a, b in times])
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "3"]
+    assert {round(bar.get_height(), 2) for bar in axes.patches} == {0.84}
+    assert axes.get_xlim() == (begin, begin + 100)
+
+
+@pytest.mark.parametrize("at", [0, 7, -1e300])
+def test_waves_of_no_length_warn_of_nothing(at):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (axes,) = plot_waves([(1, 0, at, at), (2, 0, at, at)]).axes
+    low, high = axes.get_xlim()
+    assert low < at < high and not axes.texts
 
 
 @pytest.mark.parametrize(
@@ -366,6 +400,11 @@ def path_map(anchors=(), scales=Scales(rails=8), payloads_mib=(1.0,), **more):  
             TypeError,
             "spans[0] must be four numbers (sour",
         ),
+        (
+            lambda: plot_waves([(0, 1, "0", 1)]),
+            TypeError,
+            "spans[0] must be four numbers (source, ",
+        ),
         (lambda: plot_waves([5]), TypeError, "spans[0] must be four numbers (source, destination,"),
     ],
 )
@@ -395,3 +434,9 @@ def test_arrays_and_tensors_are_as_good_as_lists():
     assert len(compare(row, rows=(row,)).axes) == 2
     figure = path_map(rho=np.array([1, 2]), payloads_mib=torch.tensor([1.0, 2.0]), points=[[1, 1]])
     assert len(figure.axes) == 2 and figure.axes[0].get_xlim() == (1, 2)
+    spans = [[1, 0, 0, 3], [2, 0, 3, 4]]
+    for kind in (np.array, torch.tensor):
+        (axes,) = plot_waves(kind(spans)).axes
+        assert [text.get_text() for text in axes.texts] == ["1", "2"]
+        with pytest.raises(ValueError, match=r"between two nodes of 2, got \(2, 0\)"):
+            plot_waves(kind(spans), nodes=2)

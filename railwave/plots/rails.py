@@ -48,10 +48,7 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
     num_nodes, _ = shapes.pop()
     if num_nodes > MAX_LANES:
         raise ValueError(f"loads must be of at most {MAX_LANES} nodes, got {num_nodes}")
-    shares = {
-        name: 100 * table / np.maximum(table.sum(axis=1, keepdims=True), np.finfo(float).tiny)
-        for name, table in tables.items()
-    }
+    shares = {name: _percent(table) for name, table in tables.items()}
     lines, per_line = -(-num_nodes // _PER_LINE), min(num_nodes, _PER_LINE)
     figure = Figure(figsize=(max(4.0, 2.3 * per_line), 0.6 + 2.1 * lines), layout="constrained")
     panels = figure.subplots(lines, per_line, sharex=True, sharey=True, squeeze=False)
@@ -63,19 +60,37 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
             axes.set_visible(False)
     for axes in panels[:, 0]:
         axes.set_ylabel("share (%)")
-    even, *bars = panels[0, 0].get_legend_handles_labels()[0]  # lines come before bars
-    entries = [*bars, even]
-    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
+    first = panels[0, 0]
+    names = [*shares, first.lines[0].get_label()]
+    legend = figure.legend(
+        [*first.containers, first.lines[0]],
+        ["name"] * len(names),  # matplotlib leaves out names that begin with _
+        **{"loc": "outside lower center", "ncols": len(names), "frameon": False},
+    )
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_text(name)
     set_title(figure, title)
     return figure
+
+
+def _percent(table: np.ndarray) -> np.ndarray:
+    """Return what part of its row's sum each entry is; of numbers whose sum is infinite, too.
+
+    Example:
+        >>> _percent(np.array([[1e308, 1e308], [0, 0]])).tolist()
+        [[50.0, 50.0], [0.0, 0.0]]
+    """
+    _, power = np.frexp(table.max(axis=1, keepdims=True))
+    scaled = np.ldexp(table, -power)
+    return 100 * scaled / np.maximum(scaled.sum(axis=1, keepdims=True), np.finfo(float).tiny)
 
 
 def _draw_node(axes: Axes, shares: Mapping[str, np.ndarray]) -> None:
     """Draw (R,) percent of each series as a group of bars a rail."""
     width = 0.8 / len(shares)
-    for place, ((name, share), colour) in enumerate(zip(shares.items(), SERIES, strict=False)):
+    for place, (share, colour) in enumerate(zip(shares.values(), SERIES, strict=False)):
         x = np.arange(len(share)) + (place - (len(shares) - 1) / 2) * width
-        axes.bar(x, share, width, color=colour, label=name)
+        axes.bar(x, share, width, color=colour)
     num_rails = len(next(iter(shares.values())))
     even = 100 / num_rails
     axes.axhline(even, color=EVEN, linewidth=0.8, linestyle="dotted", label=f"even: {even:.3g} %")

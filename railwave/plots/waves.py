@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from railwave._check import check_positive_int
-from railwave.plots.style import EVEN, MAX_LANES, node_colour, set_title
+from railwave.plots.style import EVEN, MAX_LANES, check_row, node_colour, set_title
 
 _LANE = 0.84  # of the height between two receivers
 _LEAST_LABELLED = 0.035  # of the axis: a shorter bar has no room for its number
 
-_CLOSE = 1e-9  # of the axis: sums of times that are equal differ by what float64 rounds
+# Sums of times that are equal differ by what float64 rounds: of the axis, and ulps of its ends.
+_CLOSE, _CLOSE_ULPS = 1e-9, 4
 
 Span = tuple[int, int, float, float]  # source node, destination node, begin, end
 
 
 def plot_waves(
-    spans: Sequence[Sequence[float]],
+    spans: Any,
     *,
     nodes: int | None = None,
     xlabel: str = "time (us)",
@@ -34,7 +35,8 @@ def plot_waves(
 
     Args:
         spans: (source, destination, begin, end) of each transfer, in any order and any one unit of
-            time: what `railwave.sim.node_spans` returns, or (s, d, wave, wave + 1) for waves alone.
+            time: what `railwave.sim.node_spans` returns, (s, d, wave, wave + 1) for waves alone, or
+            an array of four columns. A bar that is short beside the axis has no number.
         nodes: N. Default: one more than the largest node in spans.
         xlabel: what time is, and its unit.
         title: a line above.
@@ -62,12 +64,14 @@ def plot_waves(
         )
     figure = Figure(figsize=(8, 1.3 + 0.5 * num_nodes), layout="constrained")
     axes = figure.subplots()
-    last = max(end for *_, end in checked)
+    first, last = min(begin for *_, begin, _ in checked), max(end for *_, end in checked)
+    close = _CLOSE * (last - first) + _CLOSE_ULPS * math.ulp(max(abs(first), abs(last)))
+    room = 0.05 * (abs(first) or 1) if first == last else 0  # of one time alone there is no axis
+    axes.set_xlim(first - room, last + room)
     for receiver in range(num_nodes):
-        _draw_lane(axes, receiver, [span for span in checked if span[1] == receiver], last)
+        _draw_lane(axes, receiver, [span for span in checked if span[1] == receiver], close)
     axes.set_ylim(num_nodes - 0.5, -0.5)  # node 0 on top
     axes.set_yticks(range(num_nodes), [f"to node {node}" for node in range(num_nodes)])
-    axes.set_xlim(min(begin for *_, begin, _ in checked), last)
     axes.set_xlabel(xlabel)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -78,10 +82,11 @@ def plot_waves(
     return figure
 
 
-def _draw_lane(axes: Axes, receiver: int, spans: list[Span], last: float) -> None:
-    for together in _groups(spans, last):
+def _draw_lane(axes: Axes, receiver: int, spans: list[Span], close: float) -> None:
+    low, high = axes.get_xlim()
+    for together in _groups(spans, close):
         ends: list[float] = []
-        lines = [_free_line(ends, span, last) for span in together]
+        lines = [_free_line(ends, span, close) for span in together]
         height = _LANE / len(ends)
         for (source, _, begin, end), line in zip(together, lines, strict=True):
             bar = axes.barh(
@@ -93,61 +98,58 @@ def _draw_lane(axes: Axes, receiver: int, spans: list[Span], last: float) -> Non
                 edgecolor="white",
                 linewidth=0.8,
             )
-            if end - begin >= _LEAST_LABELLED * last:
+            if end - begin >= _LEAST_LABELLED * (high - low):
                 axes.bar_label(bar, [str(source)], label_type="center", fontsize="small")
     axes.axhline(receiver + 0.5, color=EVEN, linewidth=0.3)
 
 
-def _groups(spans: list[Span], last: float) -> list[list[Span]]:
+def _groups(spans: list[Span], close: float) -> list[list[Span]]:
     """Part a receiver's spans, by begin, where no earlier one is still going on."""
     groups: list[list[Span]] = []
     latest = -math.inf
     for span in sorted(spans, key=lambda span: (span[2], span[0])):
-        if span[2] >= latest - _CLOSE * last:
+        if span[2] >= latest - close:
             groups.append([])
         groups[-1].append(span)
         latest = max(latest, span[3])
     return groups
 
 
-def _free_line(ends: list[float], span: Span, last: float) -> int:
+def _free_line(ends: list[float], span: Span, close: float) -> int:
     """Take the first line of a group whose last bar has ended, or a new one."""
-    free = [line for line, end in enumerate(ends) if end <= span[2] + _CLOSE * last]
+    free = [line for line, end in enumerate(ends) if end <= span[2] + close]
     line = free[0] if free else len(ends)
     ends[line : line + 1] = [span[3]]
     return line
 
 
-def _checked(spans: Sequence[Sequence[float]], nodes: int | None) -> list[Span]:
+def _checked(spans: Any, nodes: int | None) -> list[Span]:
     if nodes is not None:
         nodes = check_positive_int(nodes, "nodes")
-    if isinstance(spans, str) or not isinstance(spans, Sequence):
-        raise TypeError(f"spans must be a sequence of transfers, got {type(spans).__name__}")
     checked: list[Span] = []
-    for number, span in enumerate(spans):
+    for number, span in enumerate(check_row(spans, "spans", "transfers")):
         try:
             source, destination, begin, end = span
-            numbers = [float(value) for value in span]
-        except (TypeError, ValueError, OverflowError):
+            if any(isinstance(value, (str, bytes)) for value in span):
+                raise TypeError
+            s, d, begin_f, end_f = (float(value) for value in span)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             raise TypeError(
                 f"spans[{number}] must be four numbers (source, destination, begin, end), got "
                 f"{span!r}"
             ) from None
-        if not (math.isfinite(numbers[0]) and math.isfinite(numbers[1])):
-            raise ValueError(f"spans[{number}] must be between two nodes, got {span!r}")
-        pair = int(source), int(destination)
-        in_range = all(0 <= node < (nodes or math.inf) for node in pair)
-        if pair != (source, destination) or pair[0] == pair[1] or not in_range:
+        in_range = all(node.is_integer() and 0 <= node < (nodes or math.inf) for node in (s, d))
+        if not in_range or s == d:
             raise ValueError(
                 f"spans[{number}] must be between two nodes of {nodes or 'any number'}, got "
-                f"{(source, destination)}"
+                f"({source}, {destination})"
             )
-        if not (math.isfinite(begin) and begin <= end < math.inf):
+        if not (math.isfinite(begin_f) and begin_f <= end_f < math.inf):
             raise ValueError(
                 f"spans[{number}] must be finite and end no sooner than it begins, got "
                 f"{begin} to {end}"
             )
-        checked.append((*pair, float(begin), float(end)))
+        checked.append((int(s), int(d), begin_f, end_f))
     if not checked:
         raise ValueError("spans must hold at least one transfer, got none")
     return checked
