@@ -12,7 +12,7 @@ from typing import Any
 from railwave._files import write_file
 
 # A kernel that a phase starts with, and the phase; what follows belongs to it.
-_FIRST = {
+FIRST = {
     "count": "dispatch",
     "notify": "dispatch again, or refused",
     "gather": "combine",
@@ -202,11 +202,11 @@ def _phases(spans: Sequence[Span]) -> list[Span]:
         groups: list[list[Span]] = []
         for stage in sorted(own, key=lambda span: span.began_ns):
             goes_on = groups and [s.name for s in groups[-1]] == ["gather"]  # copy_in after it
-            if not groups or (stage.name in _FIRST and not goes_on):
+            if not groups or (stage.name in FIRST and not goes_on):
                 groups.append([])
             groups[-1].append(stage)
         for group in groups:
-            name = _FIRST.get(group[0].name, "phase")
+            name = FIRST.get(group[0].name, "phase")
             ended_ns = max(stage.ended_ns for stage in group)
             phases.append(Span("phase", name, pe, group[0].began_ns, ended_ns, world=world))
     return phases

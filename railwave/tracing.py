@@ -31,6 +31,7 @@ from railwave import kernels, timeline
 from railwave._files import check_writable
 from railwave.timeline import Span, Summary
 
+_ONE_A_ROUND = ("pack", "reduce")  # kernels that are told no step: rounds in order, one a launch
 _CLOCK_TRIES = 5
 _CLOCK_CYCLES = 200_000  # of a GPU that is kept busy while its clock is queued to be read
 
@@ -49,6 +50,7 @@ class Trace:
         self._clocks: dict[torch.device, tuple[Any, int]] = {}  # an event, and its time
         self._notes: dict[Any, torch.Tensor] = {}
         self._worlds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of each heap
+        self._rounds: dict[tuple[int, int], int] = {}  # packed in a phase so far, by world and PE
 
     def summary(self) -> Summary:
         """Say where the time went, and which peers were waited for."""
@@ -123,11 +125,15 @@ class Trace:
     def _add_stage(
         self, kernel: str, scalars: dict[str, Any], world: int, began_ns: int, ended_ns: int
     ) -> None:
-        if "me" in scalars:
-            details = {name: scalars[name] for name in ("wave", "step") if name in scalars}
-            name = kernel.removeprefix("_").removesuffix("_kernel")
-            span = Span("stage", name, int(scalars["me"]), began_ns, ended_ns, details, world)
-            self.spans.append(span)
+        if "me" not in scalars:
+            return
+        name, pe = kernel.removeprefix("_").removesuffix("_kernel"), int(scalars["me"])
+        details = {key: scalars[key] for key in ("wave", "step") if key in scalars}
+        if name in timeline.FIRST:
+            self._rounds[world, pe] = 0
+        elif name in _ONE_A_ROUND:
+            details["step"] = self._rounds[world, pe] = self._rounds.get((world, pe), 0) + 1
+        self.spans.append(Span("stage", name, pe, began_ns, ended_ns, details, world))
 
     def _read_notes(self, exchange: Any, found: list[int]) -> None:
         wire, world = exchange.kernels.wire, self._world_of(exchange.heap)

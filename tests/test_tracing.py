@@ -74,7 +74,10 @@ def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
     assert held["traceEvents"] == trace.events() and held["otherData"]["lost_notes"] == 0
     first = min(event["ts"] for event in trace.events() if event["ph"] != "M")
     assert first == 0 and held["otherData"]["base_ns"] == min(s.began_ns for s in trace.spans)
-    rounds = len(world.config.rounds(path))
+    of_path = world.config.rounds(path)
+    rounds, packs = len(of_path), of_path
+    if path == "granted" and world._exchanges[0].beside:
+        packs = world.config.packs(of_path[0])
     for pe in range(6):
         mine = [span for span in trace.spans if span.pe == pe and span.kind == "stage"]
         names = [span.name for span in mine]
@@ -83,8 +86,12 @@ def test_every_stage_and_round_of_every_pe_is_there(path, tmp_path):
         # Interpreted, a launch of `granted` is a step: there are several.
         assert puts == 2 * rounds or (path == "granted" and puts > 2)
         assert names.count("count") == names.count("finish") == names.count("final") == 1
-        steps = [span.details["step"] for span in mine if span.name == "unpack"]
-        assert steps == list(range(1, rounds + 1))
+        told = {name: [s.details for s in mine if s.name == name] for name in set(names)}
+        all_rounds = [{"wave": each.wave, "step": each.step} for each in of_path]
+        assert told["unpack"] == told["give_back"] == all_rounds
+        assert told.get("put", all_rounds * 2) == all_rounds * 2  # of a dispatch and its combine
+        all_packs = [{"wave": each.wave, "step": each.step} for each in packs]
+        assert told["pack"] == told["reduce"] == all_packs
     phases = [e["name"] for e in trace.events() if e.get("cat") == "phase" and e["pid"] == 0]
     assert phases == ["dispatch", "combine"]
     grants = [span for span in trace.spans if span.kind == "grant"]
