@@ -30,8 +30,8 @@ from railwave.port_counters import PortCounters as PortCounters
 from railwave.sched import Plan as Plan
 from railwave.sched import plan as plan
 from railwave.stats import Stats as Stats
-from railwave.timeline import merge_traces as merge_traces
 from railwave.topology import Topology as Topology
+from railwave.trace_files import merge_traces as merge_traces
 from railwave.tracing import trace as trace
 from railwave.workloads import Placement as Placement
 from railwave.world import LocalWorld as LocalWorld

@@ -11,6 +11,9 @@ def write_file(path: str, content: bytes) -> None:
 
     A new file takes an old one's place, and its mode, where a link points; devices and pipes are
     written to.
+
+    Raises:
+        OSError: with `path`, or with what is in the way of the part that is written first.
     """
     if not replaceable(path):
         with open(path, "wb") as file:
@@ -18,6 +21,15 @@ def write_file(path: str, content: bytes) -> None:
         return
     target = os.path.realpath(path)
     part = f"{target}.{os.getpid()}.part"
+    try:
+        _write_by(part, target, content)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def _write_by(part: str, target: str, content: bytes) -> None:
     file = open(part, "xb")  # noqa: SIM115  (what is another's is not removed below)
     try:
         with file:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from railwave._files import write_file
 
 # A kernel that a phase starts with, and the phase; what follows belongs to it.
 FIRST = {
@@ -20,6 +15,7 @@ FIRST = {
 }
 # Tracks of a PE: what overlaps in time has tracks of its own, since a track shows what is nested.
 _PHASES, _GRANTS, _STAGES, _WAITS = 1, 2, 100, 200
+_MOST_PAIRS = 10  # lines of a summary about who waited for whom
 _PES = 10_000  # more than there are in a world: the next world's come after
 
 
@@ -67,67 +63,17 @@ def first_ns(spans: Iterable[Span]) -> int:
     return min((span.began_ns for span in spans), default=0)
 
 
-def write(file: str | os.PathLike, found: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Write events as a JSON file; `about`: what merging needs."""
-    held = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": about}
-    write_file(os.fspath(file), json.dumps(held).encode())
-
-
-def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> None:
-    """Put the traces of several ranks of one machine into one file.
-
-    Args:
-        files: each of another rank.
-        out: the file to write.
-
-    Raises:
-        OSError: a file is not there.
-        TypeError: files is one file's name.
-        ValueError: there is no file, one holds no trace, or two hold the same PE.
-    """
-    if isinstance(files, (str, os.PathLike)):
-        raise TypeError(f"files must be several files, got {os.fspath(files)!r}")
-    held = {os.fspath(file): _read(file) for file in files}
-    if not held:
-        raise ValueError("files must be one at least, got none")
-    bases = {file: trace["otherData"]["base_ns"] for file, trace in held.items()}
-    base_ns = min(bases.values(), default=0)
-    found: list[dict[str, Any]] = []
-    owner: dict[int, str] = {}
-    for file, trace in held.items():
-        for event in trace["traceEvents"]:
-            if owner.setdefault(event["pid"], file) != file:
-                raise ValueError(
-                    f"files must hold different PEs, got PE {event['pid']} in {file} and "
-                    f"{owner[event['pid']]}"
-                )
-            shift_us = 0 if event["ph"] == "M" else (bases[file] - base_ns) / 1e3
-            found.append({**event, "ts": round(event["ts"] + shift_us, 3)})
-    found.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
-    lost = sum(trace["otherData"]["lost_notes"] for trace in held.values())
-    write(out, found, {"lost_notes": lost, "base_ns": base_ns})
-
-
-def _read(file: str | os.PathLike) -> dict[str, Any]:
-    try:
-        held = json.loads(Path(file).read_text(encoding="utf-8"))
-        about, found = held["otherData"], held["traceEvents"]
-        whole = isinstance(about["base_ns"], int) and isinstance(about["lost_notes"], int)
-        if not whole or not all({"pid", "ph", "ts"} <= event.keys() for event in found):
-            raise ValueError("events or what they are about")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        text = f"files must be traces of railwave's, got {os.fspath(file)}: {error!r}"
-        raise ValueError(text) from None
-    return held
-
-
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of a trace went, in microseconds, summed over PEs; `print` shows a table."""
+    """Where the time of a trace went, in microseconds, summed over PEs; `print` shows a table.
+
+    Of a trace of several worlds the keys of ranks begin with the world: (world, rank).
+    """
 
     stages: dict[str, float]  # by kernel, what it waited in it included
     waits: dict[str, float]  # by word, the longest first
-    waited_for: dict[int, float]  # by the rank that came last
+    waited_for: dict[Any, float]  # by the rank that came last
+    waits_between: dict[tuple[int, ...], float]  # by (the rank that waited, the one that came last)
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Summary:
@@ -135,39 +81,70 @@ class Summary:
 
         Example:
             >>> print(Summary.of([Span("stage", "put", 0, 0, 3000),
-            ...                   Span("wait", "grant", 0, 500, 2500, {"for rank": 3})]))
+            ...                   Span("wait", "grant", 0, 500, 2500, {"for rank": 3}),
+            ...                   Span("wait", "grant", 1, 500, 1500, {"for rank": 3})]))
             stage                     us
             put                        3
             waited for word           us
-            grant                      2
+            grant                      3
             waited for rank           us
-            3                          2
+            3                          3
+            rank waited for           us
+            0 for 3                    2
+            1 for 3                    1
         """
+        several = len({span.world for span in spans}) > 1
         stages: dict[Any, float] = {}
         waits: dict[Any, float] = {}
         waited_for: dict[Any, float] = {}
+        waits_between: dict[Any, float] = {}
         for span in spans:
             if span.kind == "stage":
                 stages[span.name] = stages.get(span.name, 0.0) + span.us
             elif span.kind == "wait":
-                waits[span.name] = waits.get(span.name, 0.0) + span.us
                 rank = span.details["for rank"]
-                waited_for[rank] = waited_for.get(rank, 0.0) + span.us
-        tables = (stages, waits, waited_for)
+                world = (span.world,) if several else ()
+                pair, last = (*world, span.pe, rank), (*world, rank) if several else rank
+                waits[span.name] = waits.get(span.name, 0.0) + span.us
+                waited_for[last] = waited_for.get(last, 0.0) + span.us
+                waits_between[pair] = waits_between.get(pair, 0.0) + span.us
+        tables = (stages, waits, waited_for, waits_between)
         return cls(*(dict(sorted(of.items(), key=lambda item: -item[1])) for of in tables))
 
     def __str__(self) -> str:
+        ranks = {_of_world(rank): us for rank, us in self.waited_for.items()}
+        pairs = {
+            _of_world((*world, f"{rank} for {last}")): us
+            for (*world, rank, last), us in self.waits_between.items()
+        }
+        tables = {"stage": self.stages, "waited for word": self.waits, "waited for rank": ranks}
+        if len({pair[:-1] for pair in self.waits_between}) > 1:  # else all are of the one rank
+            tables["rank waited for"] = _longest(pairs)
         lines = []
-        for head, of in (
-            ("stage", self.stages),
-            ("waited for word", self.waits),
-            ("waited for rank", self.waited_for),
-        ):
-            if not of:
-                continue
-            lines.append(f"{head:<20}{'us':>8}")
-            lines += [f"{name!s:<20}{us:>8.0f}" for name, us in of.items()]
+        for head, of in tables.items():
+            if of:
+                lines.append(f"{head:<20}{'us':>8}")
+                lines += [f"{name:<20}{us:>8.0f}" for name, us in of.items()]
         return "\n".join(lines)
+
+
+def _of_world(rank: Any) -> str:
+    """Say a rank, or two, and the world before it where there are several.
+
+    Example:
+        >>> _of_world(3), _of_world((1, 3))
+        ('3', 'world 1: 3')
+    """
+    *world, own = rank if isinstance(rank, tuple) else (rank,)
+    return f"world {world[0]}: {own}" if world else str(own)
+
+
+def _longest(of: dict[str, float]) -> dict[str, float]:
+    """Keep the first few of what is sorted, and the sum of the rest."""
+    rows = list(of.items())
+    rest = rows[_MOST_PAIRS:]
+    more = [(f"{len(rest)} more", sum(us for _, us in rest))] if rest else []
+    return dict(rows[:_MOST_PAIRS] + more)
 
 
 def union(waits: Iterable[Span]) -> list[Span]:

@@ -27,11 +27,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from railwave import kernels, timeline
+from railwave import kernels, timeline, trace_files
 from railwave._files import check_writable
 from railwave.timeline import Span, Summary
 
 _ONE_A_ROUND = ("pack", "reduce")  # kernels that are told no step: rounds in order, one a launch
+_CLOCK_OF = {"cpu": "the host's monotonic clock", "cuda": "the GPUs' timer"}
 _CLOCK_TRIES = 5
 _CLOCK_CYCLES = 200_000  # of a GPU that is kept busy while its clock is queued to be read
 
@@ -50,20 +51,29 @@ class Trace:
         self._clocks: dict[torch.device, tuple[Any, int]] = {}  # an event, and its time
         self._notes: dict[Any, torch.Tensor] = {}
         self._worlds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of each heap
+        self._clocks_used: set[str] = set()
+        self._whole = False
         self._rounds: dict[tuple[int, int], int] = {}  # packed in a phase so far, by world and PE
 
     def summary(self) -> Summary:
-        """Say where the time went, and which peers were waited for."""
-        return Summary.of(self.spans)
+        """Say where the time went, and who waited for whom."""
+        return Summary.of(self._all("summary"))
 
     def events(self) -> list[dict[str, Any]]:
         """Return Chrome trace events: see `railwave.timeline.events`."""
-        return timeline.events(self.spans)
+        return timeline.events(self._all("events"))
 
     def write(self, file: str | os.PathLike) -> None:
         """Write the events as a JSON file that Perfetto and chrome://tracing open."""
-        about = {"lost_notes": self.lost, "base_ns": timeline.first_ns(self.spans)}
-        timeline.write(file, self.events(), about)
+        spans = self._all("write")
+        about: dict[str, Any] = {"lost_notes": self.lost, "base_ns": timeline.first_ns(spans)}
+        about |= {**trace_files.here(), "clock": " and ".join(sorted(self._clocks_used))}
+        trace_files.write(file, timeline.events(spans), about)
+
+    def _all(self, asked: str) -> list[Span]:
+        if not self._whole:
+            raise RuntimeError(f"{asked} must come after the trace's with: it is not whole before")
+        return self.spans
 
     def join(self, exchange: Any) -> None:
         """Let the kernels of a PE note what they wait for."""
@@ -88,10 +98,12 @@ class Trace:
         for kernel, scalars, world, device, *marks in self._timed:
             zero, zero_ns = self._clocks[device]
             times = [zero_ns + round(zero.elapsed_time(mark) * 1e6) for mark in marks]
+            self._clocks_used.add(_CLOCK_OF["cuda"])
             self._add_stage(kernel, scalars, world, *times)
         for exchange, notes in self._notes.items():
             self._read_notes(exchange, notes.tolist())
         self._timed, self._clocks, self._notes = [], {}, {}
+        self._whole = True
 
     @contextmanager
     def around(self, interpret: bool, kernel: str, scalars: dict[str, Any]) -> Iterator[None]:
@@ -100,6 +112,7 @@ class Trace:
         if interpret:
             began_ns = time.monotonic_ns()
             yield
+            self._clocks_used.add(_CLOCK_OF["cpu"])
             self._add_stage(kernel, scalars, world, began_ns, time.monotonic_ns())
             return
         device = torch.device("cuda", torch.cuda.current_device())
@@ -117,6 +130,7 @@ class Trace:
         if exchange.device.type == "cpu":  # a GPU's clock is another, and its kernels wait
             world, ended_ns = self._world_of(exchange.heap), time.monotonic_ns()
             details = {"for rank": writer}
+            self._clocks_used.add(_CLOCK_OF["cpu"])
             self.spans.append(Span("wait", word, exchange.pe, began_ns, ended_ns, details, world))
 
     def _world_of(self, heap: Any) -> int:
@@ -128,7 +142,7 @@ class Trace:
         if "me" not in scalars:
             return
         name, pe = kernel.removeprefix("_").removesuffix("_kernel"), int(scalars["me"])
-        details = {key: scalars[key] for key in ("wave", "step") if key in scalars}
+        details: dict[str, Any] = {key: scalars[key] for key in ("wave", "step") if key in scalars}
         if name in timeline.FIRST:
             self._rounds[world, pe] = 0
         elif name in _ONE_A_ROUND:
@@ -139,6 +153,8 @@ class Trace:
         wire, world = exchange.kernels.wire, self._world_of(exchange.heap)
         count, *records = found
         most, waits = wire.MAX_NOTES.value, []
+        if count:
+            self._clocks_used.add(_CLOCK_OF[exchange.device.type])
         self.lost += max(0, count - most)
         for i in range(min(count, most)):
             what, who, began_ns, ended_ns = records[4 * i : 4 * i + 4]

@@ -34,6 +34,7 @@ LAYERS = [
     "handle",
     "traffic",
     "timeline",
+    "trace_files",
     "tracing",
     "recording",
     "exchange",

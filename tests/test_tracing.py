@@ -4,10 +4,12 @@ Letters: N nodes, G GPUs a node.
 """
 
 import doctest
+import errno
 import json
+import math
+import os
 import random
 import re
-import shutil
 import time
 
 import pytest
@@ -16,7 +18,7 @@ import torch.distributed as dist
 import railwave
 from heaps import DEVICE, ON_GPU, WIRE
 from processes import run_all
-from railwave import timeline, tracing
+from railwave import timeline, trace_files, tracing
 from railwave.config import PATHS
 from test_processes import combine, dispatch, init
 from worlds import make_batch, make_outs, make_world
@@ -134,6 +136,39 @@ def test_two_worlds_in_one_trace_have_tracks_of_their_own():
     assert not trace._notes and not trace._timed  # the worlds' memory is not kept
 
 
+def test_a_summary_tells_worlds_apart_and_who_waited_for_whom():
+    waits = [(0, 0, 1, 5), (0, 2, 1, 1), (1, 0, 1, 2), (1, 0, 1, 2)]  # world, PE, for rank, us
+
+    def summary(which):
+        return timeline.Summary.of(
+            [timeline.Span("wait", "put", pe, 0, 1000 * us, {"for rank": last}, world)
+             for world, pe, last, us in which]
+        )  # fmt: skip
+
+    one, two = summary(waits[:2]), summary(waits)
+    assert one.waited_for == {1: 6} and one.waits_between == {(0, 1): 5, (2, 1): 1}
+    assert two.waited_for == {(0, 1): 6, (1, 1): 4}
+    assert two.waits_between == {(0, 0, 1): 5, (1, 0, 1): 4, (0, 2, 1): 1}
+    said = [" ".join(line.split()) for line in str(two).splitlines()]
+    assert said[2:] == [
+        *("waited for rank us", "world 0: 1 6", "world 1: 1 4", "rank waited for us"),
+        *("world 0: 0 for 1 5", "world 1: 0 for 1 4", "world 0: 2 for 1 1"),
+    ]
+    assert "0 for 1" not in str(summary(waits[:1]))  # all waits are of the one rank
+    many = str(summary([(0, pe, 20, 1) for pe in range(13)])).splitlines()
+    assert len(many) == 2 + 2 + 1 + 10 + 1 and many[-1].split() == ["3", "more", "3"]
+
+
+def test_a_trace_says_nothing_before_it_is_whole(tmp_path):
+    world = make_world(2, 1, 1)
+    with railwave.trace() as trace:
+        world.dispatch(*make_batch(world, 2).arguments)
+        for asked in (trace.summary, trace.events, lambda: trace.write(tmp_path / "out.json")):
+            with pytest.raises(RuntimeError, match="must come after the trace's with"):
+                asked()
+    assert trace.summary().stages and trace.events() and not list(tmp_path.iterdir())
+
+
 def test_nothing_is_granted_where_nothing_is_sent():
     world = make_world(3, 1, 1)
     batch = make_batch(world, 0)
@@ -220,6 +255,91 @@ def test_every_process_writes_what_it_waited_for(in_kernels, tmp_path):
     assert len(events) == sum(len(json.loads(f.read_text())["traceEvents"]) for f in files)
 
 
+def made_trace(file, pe, base_ns, lost=0, events=1, **clock):
+    """Write a trace of one PE whose events begin at its base, 2.5 us and 5 us after it."""
+    spans = [timeline.Span("wait", "put", pe, i * 2500, i * 2500 + 1000) for i in range(events)]
+    about = {"lost_notes": lost, "base_ns": base_ns, "host": "h", "boot": "b", "clock": "c"}
+    trace_files.write(file, timeline.events(spans), about | clock)
+    return file
+
+
+def test_merged_traces_have_the_times_and_losses_of_all(tmp_path):
+    files = [
+        made_trace(tmp_path / "a.json", 0, 9_000_000, lost=2, events=2),
+        made_trace(tmp_path / "b.json", 1, 9_007_500, lost=3, events=2),
+        made_trace(tmp_path / "c.json", 2, 0, events=0),  # nothing: it has no time
+    ]
+    railwave.merge_traces(files[:2], tmp_path / "ab.json")
+    railwave.merge_traces([tmp_path / "ab.json", files[2]], tmp_path / "all.json")  # again
+    for out in ("ab.json", "all.json"):
+        held = json.loads((tmp_path / out).read_text())
+        check_events(held["traceEvents"])
+        times = [(e["pid"], e["ts"]) for e in held["traceEvents"] if e["ph"] == "X"]
+        assert times == [(0, 0.0), (0, 2.5), (1, 7.5), (1, 10.0)]
+        assert all(e["ts"] == 0 for e in held["traceEvents"] if e["ph"] == "M")
+        clock = {"host": "h", "boot": "b", "clock": "c"}
+        assert held["otherData"] == {"lost_notes": 5, "base_ns": 9_000_000, **clock}
+
+
+def test_traces_of_clocks_that_do_not_agree_are_not_merged(tmp_path):
+    first, out = made_trace(tmp_path / "a.json", 0, 0), tmp_path / "all.json"
+
+    def merge(**clock):
+        railwave.merge_traces([first, made_trace(tmp_path / "b.json", 1, 0, **clock)], out)
+
+    for rule, clock in (
+        ("of one kind of clock", {"clock": "d"}),
+        ("of one machine, and one boot of it", {"boot": "other"}),
+        ("of one machine, and one boot of it", {"boot": ""}),
+        ("of one machine, and one boot of it", {"host": "i", "boot": "other"}),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"files must be {rule}, got .*b\.json of .* and .*a\."
+        ):
+            merge(**clock)
+    assert not out.exists()
+    merge(host="a container of h")
+    first = made_trace(tmp_path / "a.json", 0, 0, boot="")
+    with pytest.raises(ValueError, match="of one machine"):
+        merge(boot="", host="i")
+    merge(boot="")
+
+
+def test_a_trace_says_where_its_times_are_from(tmp_path):
+    world = make_world(1, 1, 1)
+    with railwave.trace(tmp_path / "a.json") as trace:
+        world.dispatch(*make_batch(world, 1).arguments)
+    about = json.loads((tmp_path / "a.json").read_text())["otherData"]
+    assert about.items() >= trace_files.here().items() and all(trace_files.here().values())
+    assert about["clock"] == ("the GPUs' timer" if ON_GPU else "the host's monotonic clock")
+    assert about["base_ns"] == timeline.first_ns(trace.spans)
+
+
+EVENT = {"name": "put", "ph": "X", "pid": 0, "tid": 1, "ts": 0.0, "dur": 1.0}
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"ts": "x"}, "ts must be a finite number, got 'x'"),
+        ({"ts": None}, "ts must be a finite number, got None"),
+        ({"ts": math.nan}, "ts must be a finite number, got nan"),
+        ({"ts": 10**400}, "int too large to convert to float"),
+        ({"pid": [0]}, r"pid must be an int, got \[0\]"),
+        ({"pid": True}, "pid must be an int, got True"),
+        ({"tid": "1"}, "tid must be an int, got '1'"),
+        ({"ph": 5}, "ph must be a str, got 5"),
+        ({"dur": "1"}, "dur must be a finite number, got '1'"),
+    ],
+)
+def test_events_that_are_none_are_refused(wrong, said, tmp_path):
+    file = made_trace(tmp_path / "bad.json", 0, 0)
+    held = json.loads(file.read_text()) | {"traceEvents": [EVENT, EVENT | wrong]}
+    file.write_text(json.dumps(held))
+    with pytest.raises(ValueError, match=f"must be traces of railwave's, got .*bad.json: .*{said}"):
+        railwave.merge_traces([file], tmp_path / "all.json")
+
+
 def test_wrong_use_is_refused(tmp_path):
     with railwave.trace(), pytest.raises(RuntimeError, match="a trace is being taken already"):
         railwave.trace().__enter__()
@@ -228,24 +348,42 @@ def test_wrong_use_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="file must be in an existing folder"):
         railwave.trace(tmp_path / "no" / "out.json").__enter__()
     out = tmp_path / "all.json"
-    for text in ("{}", "[]", "", "7", '{"otherData": {}, "traceEvents": [1]}'):
+    for text in ("{}", "[]", "", "7", "null", '{"otherData": {}, "traceEvents": [1]}'):
         bad = tmp_path / "bad.json"
         bad.write_text(text)
         with pytest.raises(ValueError, match=re.escape(f"must be traces of railwave's, got {bad}")):
             railwave.merge_traces([bad], out)
-    world = make_world(1, 1, 1)
-    with railwave.trace(tmp_path / "a.json"):
-        world.dispatch(*make_batch(world, 1).arguments)
-    shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
+    a, b = made_trace(tmp_path / "a.json", 0, 0), made_trace(tmp_path / "b.json", 0, 0)
     with pytest.raises(ValueError, match="files must hold different PEs, got PE 0 in"):
-        railwave.merge_traces([tmp_path / "a.json", tmp_path / "b.json"], out)
+        railwave.merge_traces([a, b], out)
+    for again in (a, f"{tmp_path}/./a.json", f"{tmp_path}/../{tmp_path.name}/a.json"):
+        with pytest.raises(ValueError, match=re.escape(f"different ones, got {a} and {again}")):
+            railwave.merge_traces([a, b, again], out)
     with pytest.raises(TypeError, match="files must be several files, got"):
-        railwave.merge_traces(str(tmp_path / "a.json"), out)
+        railwave.merge_traces(str(a), out)
+    with pytest.raises(TypeError, match="files must be several files, got int 5"):
+        railwave.merge_traces(5, out)
     with pytest.raises(ValueError, match="files must be one at least"):
         railwave.merge_traces([], out)
     with pytest.raises(FileNotFoundError):
         railwave.merge_traces([tmp_path / "no.json"], out)
     assert not out.exists()
+    with pytest.raises(IsADirectoryError, match="out must be a file, got the directory"):
+        railwave.merge_traces([tmp_path / "no.json"], tmp_path)  # before anything is read
+
+
+def test_errors_name_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    world, out = make_world(1, 1, 1), tmp_path / "a.json"
+
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{out}.part")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_room)
+        with pytest.raises(OSError) as error, railwave.trace(out):
+            world.dispatch(*make_batch(world, 1).arguments)
+    assert str(error.value) == f"[Errno 28] No space left on device: '{out}'"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trace_ends_with_an_error_inside_and_nothing_is_recorded_after(tmp_path):

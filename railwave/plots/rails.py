@@ -65,7 +65,9 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
     legend = figure.legend(
         [*first.containers, first.lines[0]],
         ["name"] * len(names),  # matplotlib leaves out names that begin with _
-        **{"loc": "outside lower center", "ncols": len(names), "frameon": False},
+        loc="outside lower center",
+        ncols=len(names),
+        frameon=False,
     )
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_text(name)

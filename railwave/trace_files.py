@@ -1,0 +1,136 @@
+"""Files of Chrome trace events: written, and those of a machine's ranks put together."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from railwave._files import check_writable, write_file
+
+_CLOCK = ("host", "boot", "clock")  # what a file's times are of
+_ABOUT = {"base_ns": int, "lost_notes": int, **dict.fromkeys(_CLOCK, str)}
+_EVENT = {"name": str, "ph": str, "pid": int, "tid": int, "ts": float}
+_KINDS = {
+    **{int: "an int", float: "a finite number", str: "a str"},
+    **{dict: "an object", list: "a list"},
+}
+
+
+def write(file: str | os.PathLike, found: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Write events as a JSON file; `about`: what merging needs."""
+    held = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": about}
+    write_file(os.fspath(file), json.dumps(held).encode())
+
+
+def here() -> dict[str, str]:
+    """Say which host this is, and which of its boots: its clocks count from there."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        boot = ""  # the host's name must do
+    return {"host": platform.node(), "boot": boot}
+
+
+def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> None:
+    """Put the traces of several ranks of one machine into one file.
+
+    Args:
+        files: each of another rank, of one boot of the machine and by one kind of clock.
+        out: the file to write.
+
+    Raises:
+        OSError: a file is not there, or out cannot be written.
+        TypeError: files is one file's name, or none.
+        ValueError: there is no file, one holds no trace or is named twice, two hold the same PE, or
+            their times are of clocks that do not agree.
+    """
+    if isinstance(files, (str, bytes, os.PathLike)) or not isinstance(files, Iterable):
+        raise TypeError(f"files must be several files, got {type(files).__name__} {files!s:.60}")
+    paths = [os.fspath(file) for file in files]
+    check_writable(os.fspath(out), "out")
+    _check_different(paths)
+    held = {path: _read(path) for path in paths}
+    if not held:
+        raise ValueError("files must be one at least, got none")
+    timed = {path: trace["otherData"] for path, trace in held.items() if trace["traceEvents"]}
+    clock = _clock_of_all(timed)
+    base_ns = min((about["base_ns"] for about in timed.values()), default=0)
+    found: list[dict[str, Any]] = []
+    owner: dict[int, str] = {}
+    for path, trace in held.items():
+        later_us = (trace["otherData"]["base_ns"] - base_ns) / 1e3
+        for event in trace["traceEvents"]:
+            if owner.setdefault(event["pid"], path) != path:
+                raise ValueError(
+                    f"files must hold different PEs, got PE {event['pid']} in {path} and "
+                    f"{owner[event['pid']]}"
+                )
+            shift_us = 0 if event["ph"] == "M" else later_us
+            found.append({**event, "ts": round(event["ts"] + shift_us, 3)})
+    found.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
+    lost = sum(trace["otherData"]["lost_notes"] for trace in held.values())
+    write(out, found, {"lost_notes": lost, "base_ns": base_ns, **clock})
+
+
+def _check_different(paths: Sequence[str]) -> None:
+    """Refuse files of which two are one, by whatever names."""
+    seen: dict[tuple[int, int], str] = {}
+    for path in paths:
+        stat = os.stat(path)
+        file = stat.st_dev, stat.st_ino
+        if file in seen:
+            raise ValueError(f"files must be different ones, got {seen[file]} and {path}")
+        seen[file] = path
+
+
+def _clock_of_all(abouts: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return host, boot and clock of traces whose times fit together; refuse others."""
+    clock = dict.fromkeys(_CLOCK, "")
+    first = ""
+    for path, about in abouts.items():
+        own = {key: about[key] for key in _CLOCK}
+        if not first:
+            clock, first = own, path
+        got = f"got {path} of {_said(own)} and {first} of {_said(clock)}"
+        if own["clock"] != clock["clock"]:
+            raise ValueError(f"files must be of one kind of clock, {got}")
+        # A container may have another name than its host; both have the host's boot.
+        machine = "boot" if own["boot"] or clock["boot"] else "host"
+        if own[machine] != clock[machine]:
+            raise ValueError(f"files must be of one machine, and one boot of it, {got}")
+    return clock
+
+
+def _said(clock: dict[str, str]) -> str:
+    return f"{clock['host']}, boot {clock['boot'] or 'unknown'}, {clock['clock']}"
+
+
+def _read(file: str) -> dict[str, Any]:
+    """Return what a file holds, each field that is read later being of its type."""
+    try:
+        held = json.loads(Path(file).read_text(encoding="utf-8"))
+        _check_fields(held, {"otherData": dict, "traceEvents": list})
+        _check_fields(held["otherData"], _ABOUT)
+        for event in held["traceEvents"]:
+            _check_fields(event, _EVENT)
+            if event["ph"] == "X":
+                _check_fields(event, {"dur": float})
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        text = f"files must be traces of railwave's, got {file}: {error}"
+        raise ValueError(text) from None
+    return held
+
+
+def _check_fields(of: Any, kinds: dict[str, type]) -> None:
+    if not isinstance(of, dict):
+        raise TypeError(f"an object must have {', '.join(kinds)}, got {of!r:.60}")
+    for key, kind in kinds.items():
+        value = of.get(key)
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if not fits or isinstance(value, bool) or (kind is float and not isfinite(value)):
+            raise TypeError(f"{key} must be {_KINDS[kind]}, got {value!r:.60}")
