@@ -15,9 +15,12 @@ from railwave._files import check_writable, write_file
 _CLOCK = ("host", "boot", "clock")  # what a file's times are of
 _ABOUT = {"base_ns": int, "lost_notes": int, **dict.fromkeys(_CLOCK, str)}
 _EVENT = {"name": str, "ph": str, "pid": int, "tid": int, "ts": float}
-_KINDS = {
-    **{int: "an int", float: "a finite number", str: "a str"},
-    **{dict: "an object", list: "a list"},
+_KINDS: dict[type, str] = {
+    int: "an int",
+    float: "a finite number",
+    str: "a str",
+    dict: "an object",
+    list: "a list",
 }
 
 
@@ -130,7 +133,7 @@ def _check_fields(of: Any, kinds: dict[str, type]) -> None:
     if not isinstance(of, dict):
         raise TypeError(f"an object must have {', '.join(kinds)}, got {of!r:.60}")
     for key, kind in kinds.items():
-        value = of.get(key)
+        value: Any = of.get(key)
         fits = isinstance(value, (int, float) if kind is float else kind)
         if not fits or isinstance(value, bool) or (kind is float and not isfinite(value)):
             raise TypeError(f"{key} must be {_KINDS[kind]}, got {value!r:.60}")
