@@ -23,7 +23,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 TEXTS = {str(page.relative_to(DOCS)): page.read_text(encoding="utf-8") for page in PAGES}
 NOT_RUN = "# not run here: "
-MODULES = ("railwave", "railwave.sched", "railwave.workloads", "railwave.discovery")
+PARTS = ("sched", "workloads", "discovery", "plots")
+MODULES = ("railwave", *(f"railwave.{part}" for part in PARTS))
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
@@ -42,9 +43,9 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site; a minute at most."""
+    """Build the site; a minute at most. What it needs is among the tested versions."""
     for package in ("sphinx", "myst_parser", "furo"):
-        pytest.importorskip(package, reason="needs pip install '.[docs]'")
+        assert importlib.util.find_spec(package), f"no {package}: pip install '.[docs]'"
     out, began_s = tmp_path_factory.mktemp("site"), time.monotonic()
     build = (sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html")
     run = subprocess.run(
