@@ -356,7 +356,9 @@ def repeats(rank, nodes, wire, more):
     assert run.wrong.item() == 0
     assert rw._recorded.repeats["dispatch"] == len(forms) * (turns - 2)
     assert rw._recorded.repeats["combine"] >= len(forms) * (turns - 4)
-    assert sum(row.put_bytes for row in received.handle.stats().rows) > 0
+    rows = received.handle.stats().rows
+    assert all(row.put_bytes == row.planned_bytes for row in rows)
+    assert sum(row.planned_bytes for row in rows) > 0
     dist.barrier()
     rw.close()
 
