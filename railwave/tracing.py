@@ -178,7 +178,7 @@ def trace(file: str | os.PathLike | None = None) -> Iterator[Trace]:
             of its own, `out.rank3.json` for out.json.
 
     Yields:
-        The `Trace`: `spans`, `events`, `summary`, once the `with` has ended.
+        The `Trace`: `spans`, `events`, `summary`, `write`, once the `with` has ended; not before.
 
     Raises:
         RuntimeError: a trace is being taken already.

@@ -55,6 +55,16 @@ def test_stored_outputs_are_there_and_light(name):
         assert place not in text, place
 
 
+def test_each_plot_is_shown():
+    pytest.importorskip("matplotlib", reason="needs pip install '.[notebook]'")
+    code = "".join(
+        "".join(c["source"]) for n in PICTURES for c in code_cells(path_of(n).read_text())
+    )
+    from railwave import plots
+
+    assert [name for name in plots.__all__ if f"{name}(" not in code] == []
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_it_runs(name, monkeypatch):
     """As a user would, in the notebooks' folder, and 07 on the stand-in; railwave is this one."""
