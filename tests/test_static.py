@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import railwave
 from heaps import DEVICE, ON_GPU, seeds
 from processes import run_all
-from railwave import ReceiveOverflowError, Topology
+from railwave import ReceiveOverflowError, Topology, kernels
 from railwave.config import PATHS
 from railwave.reference import combine_ref
 from test_processes import init
@@ -241,3 +241,35 @@ def overflow_and_go_on(rank):
 @pytest.mark.skipif(ON_GPU, reason="processes on a CPU")
 def test_an_overflow_is_raised_on_every_rank_and_the_next_call_works():
     run_all(overflow_and_go_on, 4)
+
+
+def launches(world, call):
+    """Return what a call returns, and how many kernels it launched on each PE."""
+    told = []
+    kernels.tell_launches(lambda kernel, *_: told.append(kernel), interpret=not ON_GPU)
+    try:
+        result = call()
+    finally:
+        kernels.tell_launches(None, interpret=not ON_GPU)
+    count, rest = divmod(len(told), world.config.topo.num_ranks)
+    assert not rest
+    return result, count
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("path", ["native", "rail", "permutation", "joint"])
+def test_launches(path, nodes, bounded):
+    """The README's numbers: six and three a round; three and four a round, and more peers."""
+    more = {"max_recv_rows": 8 * nodes - 1} if bounded else {}
+    world = make_world(nodes, 2, 2, staging_records=2, paths=[path], **more)
+    batch = make_batch(world, 3)  # of 4 that are declared, so that all rows fit
+    form = {"path": path, "static_shapes": True}
+    received, count = launches(world, lambda: world.dispatch(*batch.arguments, **form))
+    rounds = world.config.rounds(path)
+    assert count == 6 + 3 * len(rounds) + bounded
+    handles = [one.handle for one in received]
+    _, count = launches(world, lambda: world.combine([one.x for one in received], handles))
+    further = sum(this.num_peers - 1 for this in rounds)
+    assert count == 3 + 4 * len(rounds) + further
+    assert (further > 0) == (nodes == 4 and path in ("native", "rail"))
