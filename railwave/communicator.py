@@ -406,6 +406,7 @@ class Communicator:
                     check_unused(topk_idx, topk_weights, ("topk_idx", "topk_weights"), "handle")
                     self._check_handle(handle)
                     call = check_repeat(self.config, x, handle, **form)
+                call = replace(call, joined=join_words(call.parts))
                 if self._on_gpu:
                     with self.config.on_device():
                         self._rehearsal.dispatch(call, capturing=capturing)
@@ -415,8 +416,9 @@ class Communicator:
                 return self._refuse("dispatch", error, decided_there)
             if handle is not None:
                 self._keep_beside(handle, capturing)
-            if kind is not None:  # what is not a launch comes first: it can't be repeated
-                call = replace(call, joined=join_words(call.parts))
+            if (
+                kind is not None
+            ):  # what kernels read: made before, since launches alone are repeated
                 given = (call.joined, call.topk_idx, call.topk_weights)
             stages = dispatch(self._exchange, call)
             said = say_call(call, grads)

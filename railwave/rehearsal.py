@@ -68,7 +68,8 @@ class Rehearsal:
         if call.path == "auto":
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
-        kind = (call.path, call.fmt, call.view, _aligned(join_words(call.parts)))
+        words = join_words(call.parts) if call.joined is None else call.joined
+        kind = (call.path, call.fmt, call.view, _aligned(words))
         places = call.again and call.again.places
         kind += (call.alignment > 0, call.zero_padding and call.alignment > 1)
         kind += (places is not None and places.shape[1],)

@@ -59,8 +59,10 @@ def _apart(pe: Exchange, call: Call) -> Call:
     def apart(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return tensor.clone() if tensor is not None and pe.in_rows(tensor) else tensor
 
-    tensors = {name: apart(getattr(call, name)) for name in ("x", "topk_idx", "topk_weights")}
-    return replace(call, **tensors, extras=tuple(map(apart, call.extras)))
+    routing = {name: apart(getattr(call, name)) for name in ("topk_idx", "topk_weights")}
+    if call.joined is not None:
+        return replace(call, **routing, joined=apart(call.joined))
+    return replace(call, **routing, x=apart(call.x), extras=tuple(map(apart, call.extras)))
 
 
 def _round(moves: Moves, this: Round, after: Round | None) -> Stages:

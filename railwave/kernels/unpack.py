@@ -30,6 +30,8 @@ from .wire import (
     wait_node,
 )
 
+ID_TILE = 1024  # expert ids that are looked up at once where no payload is copied with them
+
 
 @jit
 def _unpack_kernel(
@@ -324,7 +326,7 @@ def finish(
         COPY=copy,
         COUNTS_P=pow2(1 + shape.RANK_EXPERTS),
         OUT_ALIGN=16 if fmt.X_WORDS % 4 == 0 else 4,
-        BLOCK_M=block_m,
+        BLOCK_M=block_m if copy else max(block_m, ID_TILE // fmt.K_P),
         BLOCK_W=min(block_w, pow2(fmt.X_WORDS)),
         num_warps=warps,
     )
