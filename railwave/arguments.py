@@ -475,7 +475,8 @@ def biases(bias: Any) -> tuple[Any, ...]:
     """Return what a caller gave as bias: none, a tensor, or two."""
     if bias is None:
         return ()
-    return (bias,) if isinstance(bias, torch.Tensor) or not isinstance(bias, Sequence) else (*bias,)
+    one = isinstance(bias, (torch.Tensor, str)) or not isinstance(bias, Sequence)
+    return (bias,) if one else (*bias,)
 
 
 def _check_bias(

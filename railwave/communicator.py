@@ -31,6 +31,7 @@ from railwave.agreement import (
     say_call,
 )
 from railwave.arguments import (
+    MOST_ALIGNMENT,
     biases,
     check_call,
     check_given,
@@ -333,24 +334,29 @@ class Communicator:
 
     def _compiled_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, **form: Any) -> Received:
         """Dispatch where `torch.compile` looks on: as an operator if shapes are static."""
-        handle, alignment = form["handle"], form["expert_alignment"]
-        extras, grads = form["extras"] or (), autograd.named(x=x, topk_weights=topk_weights)
+        handle, path, alignment = form["handle"], form["path"], form["expert_alignment"]
+        extras = () if form["extras"] is None else form["extras"]
+        grads = autograd.named(x=x, topk_weights=topk_weights)
         fits = form["out"] == "copy" and form["stream"] is None
-        fits &= type(form["zero_padding"]) is bool and form["path"] != ""
+        fits = fits and type(form["zero_padding"]) is bool and compiled.are_matrices(x)
+        fits = fits and isinstance(extras, (list, tuple)) and compiled.are_matrices(*extras)
         if handle is None:
-            fits &= form["static_shapes"] is True and topk_idx is not None
-            fits &= topk_weights is not None
-            fits &= alignment is None or (type(alignment) is int and alignment > 0)
-            fits &= not any(extra.requires_grad for extra in extras)
+            fits = fits and form["static_shapes"] is True
+            fits = fits and compiled.are_matrices(topk_idx, topk_weights)
+            fits = fits and (path is None or (type(path) is str and path != ""))
+            if alignment is not None:
+                fits = fits and type(alignment) is int and 0 < alignment <= MOST_ALIGNMENT
+            fits = fits and not any(extra.requires_grad for extra in extras)
         else:
-            fits &= not extras and compiled.fits(
+            repeats = compiled.fits(
                 *(handle, self._exchange),
                 topk_idx=(topk_idx, None),
                 topk_weights=(topk_weights, None),
-                path=(form["path"], None, getattr(handle, "path", None)),
+                path=(path, None, getattr(handle, "path", None)),
                 static_shapes=(form["static_shapes"], None, True),
                 expert_alignment=(alignment, None, getattr(handle, "alignment", 0) or None),
             )
+            fits = fits and not extras and repeats
         if not fits:
             return compiled.uncompiled(self.dispatch, x, topk_idx, topk_weights, **form)
         if handle is not None:
@@ -358,7 +364,7 @@ class Communicator:
         return compiled.dispatch(
             *(self._name, self.config, self._exchange, x, topk_idx, topk_weights),
             extras=extras,
-            path=form["path"],
+            path=path,
             expert_alignment=alignment,
             zero_padding=form["zero_padding"],
             grads=grads,
@@ -464,11 +470,8 @@ class Communicator:
             taken part: it may call again, rightly, before the others' deadline.
         """
         if torch.compiler.is_compiling():
-            if stream is not None or not compiled.fits(handle, self._exchange):
-                form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
-                return compiled.uncompiled(self.combine, out, handle, **form, stream=stream)
-            form = {"weights": weights, "bias": biases(bias), "wire_dtype": wire_dtype}
-            return compiled.combine(self._name, out, handle, **form)
+            form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
+            return self._compiled_combine(out, handle, **form, stream=stream)
         anchor, added = getattr(handle, "anchor", None), biases(bias)
         grads = autograd.named(out=out, handle=anchor, weights=weights) and "out"
 
@@ -479,6 +482,20 @@ class Communicator:
         if not grads and not any(autograd.named(bias=each) for each in added):
             return run()[0]
         return autograd.combine(self._verbs, run, [out], [handle], [weights], [added])[0]
+
+    def _compiled_combine(self, out: Any, handle: Any, **form: Any) -> torch.Tensor:
+        """Combine where `torch.compile` looks on: as an operator after static shapes."""
+        weights, added, wire_dtype = form["weights"], biases(form["bias"]), form["wire_dtype"]
+        tensors = added if weights is None else (weights, *added)
+        grads = autograd.named(out=out, weights=weights)
+        fits = form["stream"] is None and compiled.are_matrices(out)
+        fits = fits and all(isinstance(each, torch.Tensor) for each in tensors)
+        fits = fits and (wire_dtype is None or isinstance(wire_dtype, torch.dtype))
+        view = bool(grads) and getattr(handle, "view", False)
+        if not fits or not compiled.fits(handle, self._exchange, view=(view, False)):
+            return compiled.uncompiled(self.combine, out, handle, **form)
+        given = {"weights": weights, "bias": added, "wire_dtype": wire_dtype}
+        return compiled.combine(self._name, out, handle, **given)
 
     def combine_weights(
         self,

@@ -51,6 +51,11 @@ def fits(handle: Any, exchange: Any, **given: tuple[Any, ...]) -> bool:
     return handle.static_shapes and all(value in allowed for value, *allowed in given.values())
 
 
+def are_matrices(*values: Any) -> bool:
+    """Say whether these are tensors of two dimensions, as an operator takes them."""
+    return all(isinstance(value, torch.Tensor) and value.dim() == 2 for value in values)
+
+
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Break a graph that is being made, and call a function as if nothing were compiled."""
     from railwave._uncompiled import call

@@ -116,7 +116,7 @@ def test_what_a_graph_holds_and_what_breaks_it():
 
 
 def hostile(rank):
-    """Every call that eager code refuses is refused compiled, too, and the next call works."""
+    """A compiled call that eager code refuses, on rank 1 alone, is heard of on rank 0, at once."""
     rw = init(railwave.Topology(2, 1, 1), hidden=16, dtype=torch.float32)
     batch = make_batch(rw, 3, hidden=8)
     _, ids, weights = (values[rank] for values in batch.arguments)
@@ -124,15 +124,21 @@ def hostile(rank):
     static = {"static_shapes": True}
     plain = rw.dispatch(x, ids, weights, **static)
     grouped = rw.dispatch(x, ids, weights, **static, expert_alignment=2)
+    view = rw.dispatch(x, ids, weights, **static, out="view")
+    of_view = view.x.clone()
 
     def repeat(tokens, handle, **form):
         return rw.dispatch(tokens, handle=handle, **form).x * 1
 
-    def fresh(**form):
+    def fresh(x=x, ids=ids, weights=weights, **form):
         return rw.dispatch(x, ids, weights, **static, **form).x * 1
 
+    def back(out=plain.x, handle=plain.handle, **form):
+        return rw.combine(out * 1, handle, **form)
+
     needs = torch.ones(3, 1, device=x.device, requires_grad=True)
-    refused = [
+    rows, one = len(plain.x), torch.ones(1, device=x.device, requires_grad=True)
+    wrong_dispatches = [
         (lambda: repeat(x[:1], plain.handle), ValueError, "must have the 3 tokens"),
         (lambda: repeat(x, plain.handle, path="native"), ValueError, "path must be left out"),
         (lambda: repeat(x, plain.handle, static_shapes=False), ValueError, "static_shapes must be"),
@@ -145,12 +151,36 @@ def hostile(rank):
         (lambda: fresh(expert_alignment=2, zero_padding=1), TypeError, "zero_padding must be True"),
         (lambda: fresh(path=""), ValueError, "path must be one of"),
         (lambda: fresh(extras=[needs]), ValueError, "must not require gradients"),
-        (lambda: rw.combine(plain.x * 1, None), TypeError, "handle must be a Handle"),
+        (lambda: repeat(x[0], plain.handle), ValueError, "x must have 2 dimensions"),
+        (lambda: fresh(path=5), ValueError, "path must be one of"),
+        (lambda: fresh(x=x[0]), ValueError, "x must have 2 dimensions"),
+        (lambda: fresh(ids=ids[0]), ValueError, "topk_idx must have 2 dimensions"),
+        (lambda: fresh(weights=[1.0]), TypeError, "topk_weights must be a tensor, got list"),
+        (lambda: fresh(extras=[x[0]]), ValueError, r"extras\[0\] must have 2 dimensions"),
+        (lambda: fresh(extras=[x, 1]), TypeError, r"extras\[1\] must be a tensor, got int"),
+        (lambda: fresh(extras=x), TypeError, "extras must be a sequence of tensors, got Tensor"),
+        (lambda: fresh(expert_alignment=2**70), ValueError, "expert_alignment must be from 1"),
     ]
-    for call, error, said in refused:
-        torch._dynamo.reset()
-        with pytest.raises(error, match=said):
-            torch.compile(call, backend="aot_eager")()
+    wrong_combines = [
+        (lambda: back(handle=None), TypeError, "handle must be a Handle"),
+        (lambda: back(plain.x[0]), ValueError, "out must have 2 dimensions"),
+        (lambda: back(weights=[1.0] * rows), TypeError, "weights must be a tensor, got list"),
+        (lambda: back(bias="xyz"), TypeError, "bias must be a tensor, got str"),
+        (lambda: back(wire_dtype=3), TypeError, "wire_dtype must be float32, bfloat16 or float16"),
+        (lambda: back(of_view * one, view.handle), ValueError, "of a dispatch with out='copy'"),
+        (
+            lambda: back(of_view, view.handle, weights=one.expand(rows)),
+            *(ValueError, "of a dispatch with out='copy'"),
+        ),
+    ]
+    for right, calls in ((fresh, wrong_dispatches), (back, wrong_combines)):
+        for call, error, said in calls:
+            torch._dynamo.reset()
+            with pytest.raises(error if rank else railwave.PeerError, match=said):
+                torch.compile(call, backend="aot_eager")() if rank else right()
+    with torch.no_grad():
+        scaled = torch.compile(lambda: back(of_view * one, view.handle), backend="aot_eager")()
+    assert torch.equal(scaled, back(of_view, view.handle))
     got = torch.compile(lambda: fresh(extras=None), backend="aot_eager")()
     assert got.shape == plain.x.shape
     back = torch.compile(
