@@ -410,7 +410,7 @@ class Communicator:
                     call = check_call(self.config, *inputs, **form, check_ids=not decided_there)
                 else:
                     check_unused(topk_idx, topk_weights, ("topk_idx", "topk_weights"), "handle")
-                    self._check_handle(handle)
+                    handle = self._check_handle(handle)
                     call = check_repeat(self.config, x, handle, **form)
                 call = replace(call, joined=join_words(call.parts))
                 if self._on_gpu:
@@ -558,7 +558,7 @@ class Communicator:
             try:
                 check_capture(capturing, decided_there)
                 self._turns.check(stream)
-                self._check_handle(handle)
+                handle = self._check_handle(handle)
                 check_gradients(grads, handle, name="handle")
                 self._keep_beside(handle, capturing)
                 if of_weights:
@@ -642,9 +642,10 @@ class Communicator:
             self._finished = self._exchange.epoch
         return failure
 
-    def _check_handle(self, handle: Handle) -> None:
+    def _check_handle(self, handle: Handle) -> Handle:
         check_handle(handle, self._exchange, name="handle", received="received")
         self._watch.check_handle(handle)
+        return compiled.numbered(handle)
 
     def _keep_beside(self, handle: Handle, capturing: bool) -> None:
         """Keep what a handle holds in memory until the current stream has used it."""

@@ -1,9 +1,11 @@
 """The two verbs as operators of torch, for `torch.compile`: static shapes, no graph break.
 
 An operator takes tensors and numbers only, so a communicator is known by its name, and what a
-combine needs of a dispatch travels as the tensors that `Handle` holds, without the number of its
-call: that a handle is of the call before, the graph says. Gradients are those of
-`railwave.autograd`. A call that has no static shapes breaks the graph and runs as it is.
+combine needs of a dispatch travels as the tensors that `Handle` holds, the number of its call among
+them, which ranks compare. On a GPU there is no such tensor, since one on the host would keep a
+graph from being captured: that a handle is the same call's on all ranks, the program says there.
+Gradients are those of `railwave.autograd`. A call that has no static shapes breaks the graph and
+runs as it is.
 
 An operator is a phase of all ranks. Compilers keep the order of what depends on one another, so
 phases of a backward pass that do not are chained by `after`.
@@ -14,6 +16,7 @@ Letters: T tokens, H hidden, K top-k.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,7 +36,7 @@ runners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 TABLES = (
     *("received", "record_token", "num_records", "proxy", "slot", "own_rows", "in_rows"),
     *("out_load", "in_load", "quota", "rail_records", "counts", "topk_idx", "topk_weights"),
-    "put_words",
+    *("put_words", "number"),
 )
 PLACE_TABLES = ("places", "offsets")
 
@@ -219,9 +222,10 @@ def _(
         **dict.fromkeys(("out_load", "in_load"), (S.N, S.G)),
         **dict.fromkeys(("quota", "rail_records"), (S.N, S.R)),
         **{"topk_idx": of_row, "topk_weights": of_row, "places": (rows, K)},
-        "put_words": (2, S.N + 1),
+        **{"put_words": (2, S.N + 1), "number": (int(not runner._exchange.device_decides(True)),)},
     }
-    dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32, "put_words": torch.int64}
+    dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32}
+    dtypes |= dict.fromkeys(("put_words", "number"), torch.int64)
     names = (*TABLES, *PLACE_TABLES) if alignment else TABLES
     return [
         *(part.new_empty(given, part.shape[1]) for part in (x, *extras)),
@@ -407,7 +411,8 @@ def _runner(world: str) -> Any:
 
 def _tables(handle: Handle) -> list[torch.Tensor]:
     names = TABLES if handle.places is None else (*TABLES, *PLACE_TABLES)
-    return [getattr(handle, name) for name in names]
+    none = handle.put_words.new_empty(0)  # in the place of a number
+    return [none if getattr(handle, name) is None else getattr(handle, name) for name in names]
 
 
 def _named(tables: Sequence[torch.Tensor], alignment: int) -> dict[str, torch.Tensor]:
@@ -426,7 +431,7 @@ def _handle(
     """Put a handle together again."""
     named, exchange = _named(tables, alignment), runner._exchange
     named["put_words"] = named["put_words"].clone()  # which a combine counts in
-    return Handle(
+    handle = Handle(
         path=path,
         num_tokens=num_tokens,
         num_rows=named["topk_idx"].shape[0],
@@ -440,6 +445,14 @@ def _handle(
         alignment=alignment,
         **named,
     )
+    return numbered(handle)
+
+
+def numbered(handle: Handle) -> Handle:
+    """Return a handle of a graph with the number of its call, where it holds that."""
+    if handle.epoch or handle.number is None or not len(handle.number):
+        return handle
+    return replace(handle, epoch=int(handle.number))
 
 
 def _no_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

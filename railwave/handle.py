@@ -63,6 +63,8 @@ class Handle:
     # With gradients, a tensor without elements: its gradient function is the dispatch's, so that a
     # combine leads there on every rank, whatever the rank received.
     anchor: torch.Tensor | None = None
+    # (1,) int64: the epoch, for graphs of `torch.compile`, whose handles have 0; None on a GPU.
+    number: torch.Tensor | None = None
     recorded: Any = None  # where its tables are, if its dispatch repeated one, see `recorded`
 
     def __reduce__(self) -> Any:

@@ -178,15 +178,33 @@ def hostile(rank):
             torch._dynamo.reset()
             with pytest.raises(error if rank else railwave.PeerError, match=said):
                 torch.compile(call, backend="aot_eager")() if rank else right()
+
+    def pair():  # of tokens that differ: equal calls of a graph are one
+        return [rw.dispatch(tokens, ids, weights, **static) for tokens in (x, x * 2)]
+
+    def mixed(repeats):
+        made = pair()
+        handle = made[rank].handle
+        got = repeat(x, handle) if repeats else back(handle=handle)
+        return got, [received.x for received in made]  # what a graph does not give is not called
+
+    for repeats in (False, True):
+        torch._dynamo.reset()
+        with pytest.raises(railwave.PeerError, match="call"):
+            torch.compile(mixed, backend="aot_eager")(repeats)
+    handle = torch.compile(pair, backend="aot_eager")()[rank].handle  # used outside its graph
+    with pytest.raises(railwave.PeerError, match="of call"):
+        back(handle=handle)
+    assert torch.equal(*(back(handle=of) for of in (pair()[0].handle, plain.handle)))
     with torch.no_grad():
         scaled = torch.compile(lambda: back(of_view * one, view.handle), backend="aot_eager")()
     assert torch.equal(scaled, back(of_view, view.handle))
     got = torch.compile(lambda: fresh(extras=None), backend="aot_eager")()
     assert got.shape == plain.x.shape
-    back = torch.compile(
+    brought = torch.compile(
         lambda: rw.combine_weights(grouped.topk_weights * 1, grouped.handle), backend="aot_eager"
     )()
-    assert torch.equal(back, rw.combine_weights(grouped.topk_weights, grouped.handle))
+    assert torch.equal(brought, rw.combine_weights(grouped.topk_weights, grouped.handle))
     rw.close()
 
 

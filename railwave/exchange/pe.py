@@ -171,6 +171,12 @@ class Exchange:
         self.epoch += 1
         self.serial += 1
 
+    def number(self, static_shapes: bool) -> torch.Tensor | None:
+        """Return the number of the phase as a tensor, for graphs of a CPU's calls; else None."""
+        if not (static_shapes and self.compare_calls) or self.device_decides(static_shapes):
+            return None
+        return torch.tensor([self.epoch], device=self.device)
+
     def ints(self, *size: int) -> torch.Tensor:
         """Return a zeroed int32 tensor on the device."""
         return torch.zeros(size, dtype=torch.int32, device=self.device)
