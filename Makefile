@@ -51,8 +51,9 @@ test-gpu: ## Run the tests that need a GPU, with the Python at hand (SHARD=1, 2,
 		1) $(GPU_ENV) RAILWAVE_TEST_DEVICE=cuda timeout 480 $(PYTHON) -m pytest -n 12 \
 			tests/test_kernels_plan.py tests/test_kernels_move.py tests/test_kernels_combine.py \
 			tests/test_kernels_port.py tests/test_world_results.py tests/test_world_waves.py tests/test_static.py \
-			tests/test_autograd.py tests/test_extras.py tests/test_grouped.py \
-			tests/test_kernels_group.py ;; \
+			tests/test_autograd.py tests/test_extras.py tests/test_kernels_group.py && \
+			$(GPU_ENV) RAILWAVE_TEST_DEVICE=cuda timeout 480 $(PYTHON) -m pytest -n 12 \
+			-m 'not gpu' tests/test_grouped.py ;; \
 		2) $(GPU_ENV) timeout 480 $(PYTHON) -m bench.mps $(PYTHON) -m pytest -m gpu \
 			-k "not full_size and not one_per_gpu" \
 			tests/test_gpu.py ;; \

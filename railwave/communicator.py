@@ -285,8 +285,8 @@ class Communicator:
                 view, with results in the place of the rows.
             expert_alignment: give a row per (token, local expert), grouped by expert; each group
                 starts at a multiple of this number. Ranks may differ in it.
-            zero_padding: set x of the rows that this leaves free to 0, which is done anyhow where
-                gradients are enabled.
+            zero_padding: set x of the rows that this leaves free, before `num_rows`, to 0, which is
+                done anyhow where gradients are enabled.
             stream: run there, after what the current stream holds by now; let the caller's stream
                 wait for it before the result is used. None: on the current stream.
 

@@ -184,8 +184,8 @@ class LocalWorld:
             out: copy, or view: rows are not copied out of the region that they arrive in.
             expert_alignment: give a row per (token, local expert), grouped by expert; each group
                 starts at a multiple of this number.
-            zero_padding: set x of the rows that this leaves free to 0, which is done anyhow where
-                gradients are enabled.
+            zero_padding: set x of the rows that this leaves free, before `num_rows`, to 0, which is
+                done anyhow where gradients are enabled.
 
         Returns:
             Per rank, a `Received`: a row per (token, rank), ordered by (source rank, token); or as

@@ -23,7 +23,16 @@ from railwave.arguments import check_call
 from railwave.config import PATHS, Config
 from railwave.reference import combine_ref, gather_ref, group_ref
 from test_processes import init
-from worlds import Batch, bits_equal, bytes_equal, make_batch, make_outs, make_world, random_values
+from worlds import (
+    Batch,
+    bits_equal,
+    bytes_equal,
+    make_batch,
+    make_outs,
+    make_world,
+    random_bits,
+    random_values,
+)
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,22 +40,37 @@ SMALL = {"top_k": 1, "hidden": 8, "dtype": torch.float32, "max_tokens_per_rank":
 group = KERNELS.group
 
 
-def check_grouped(received, wanted, case, *, static):
-    """Check one rank's rows by expert against `group_ref`'s."""
-    n = wanted.offsets[-1]
+def check_rows(received, wanted, case):
+    """Check one rank's rows a token against `dispatch_ref`'s."""
+    n = len(wanted.x)
     assert bytes_equal(received.x[:n], wanted.x), case
-    assert received.topk_idx[:n].tolist() == wanted.topk_idx.tolist()
-    assert torch.equal(received.topk_weights[:n].cpu(), wanted.topk_weights)
-    assert (received.topk_idx[n:] == -1).all() and (received.topk_weights[n:] == 0).all()
-    assert received.num_rows.item() == n
-    assert received.num_tokens_per_expert.tolist() == wanted.rows_per_expert
-    assert received.expert_offsets.tolist() == wanted.offsets
-    assert received.rows_per_expert == (None if static else tuple(wanted.rows_per_expert))
-    assert len(received.x) == n or static
+    assert received.topk_idx[:n].tolist() == wanted.topk_idx.tolist(), case
+    assert torch.equal(received.topk_weights[:n].cpu(), wanted.topk_weights), case
+    assert (received.topk_idx[n:] == -1).all() and (received.topk_weights[n:] == 0).all(), case
+    assert received.num_rows.item() == n, case
+    assert torch.equal(received.num_tokens_per_expert.cpu(), wanted.num_tokens_per_expert), case
 
 
-# Every dtype on one path, each kind of path with one dtype; all of them in `make soak`.
-FEW = [("joint", dtype) for dtype in [*DTYPES, FP8]] + [("native", FP8), ("granted", FP8)]
+def check_grouped(received, wanted, case, *, zeros):
+    """Check one rank's rows by expert against `group_ref`'s; `zeros`: free rows must be so."""
+    n = wanted.offsets[-1]
+    assert received.topk_idx[:n].tolist() == wanted.topk_idx.tolist(), case
+    sure = (wanted.topk_idx >= 0) | zeros
+    assert bytes_equal(received.x[:n].cpu()[sure], wanted.x[sure]), case
+    assert torch.equal(received.topk_weights[:n].cpu(), wanted.topk_weights), case
+    assert (received.topk_idx[n:] == -1).all() and (received.topk_weights[n:] == 0).all(), case
+    assert received.num_rows.item() == n, case
+    assert received.num_tokens_per_expert.tolist() == wanted.rows_per_expert, case
+    assert received.expert_offsets.tolist() == wanted.offsets, case
+    static = received.handle.static_shapes
+    assert received.rows_per_expert == (None if static else tuple(wanted.rows_per_expert)), case
+    assert len(received.x) == n or static, case
+
+
+# Every dtype on one path, every path with one dtype; all of them in `make soak` and on a GPU.
+FEW = [("joint", dtype) for dtype in [*DTYPES, FP8]]
+FEW += [("native", torch.float16), ("rail", torch.float32), ("permutation", torch.bfloat16)]
+FEW += [("granted", FP8)]
 ALL = [
     pytest.param(*both, marks=[] if both in FEW else [pytest.mark.soak])
     for both in product(PATHS, [*DTYPES, FP8])
@@ -54,49 +78,61 @@ ALL = [
 
 
 @pytest.mark.parametrize("path, dtype", ALL)
+@pytest.mark.usefixtures("poison_empty")
 def test_every_combination_gives_the_bits_of_the_reference(dtype, path):
-    """Rows a token or by expert, repeated or not, static or not: dispatch, and combine back."""
-    N, G = 2, 2
-    hidden = 6
-    world = make_world(N, G, G, hidden=40, dtype=torch.uint8, staging_records=2)
-    batch = make_batch(world, [3, 0, 4, 2], hidden=hidden, dtype=dtype)
-    fp8 = dtype == FP8
-    extras = [[torch.rand(t, 2, device=DEVICE)] for t in batch.num_tokens] if fp8 else None
-    more = {"extras": extras} if fp8 else {}
-    routing = batch.topk_idxs, batch.topk_weights
-    scales = Batch(world, [e[0].cpu() for e in extras], *routing) if fp8 else None
-    for alignment, again, static in product([None, 4], [False, True], [False, True]):
-        case = f"alignment {alignment}, again {again}, static {static}"
+    """Rows a token or by expert, repeated or not, static or not: dispatch, and combine back.
+
+    On 2 nodes of 2 GPUs, a rail each, one rank without tokens; a wave has 2 rounds of 2 records.
+    """
+    world = make_world(2, 2, 2, hidden=40, dtype=torch.uint8, staging_records=2)
+    batch = make_batch(world, [3, 0, 4, 2], hidden=6, dtype=dtype)
+    fp8, tokens, routing = dtype == FP8, batch.num_tokens, batch.arguments[1:]
+    for alignment, static in product([None, 4], [False, True]):
         form = {"path": path, "static_shapes": static, "expert_alignment": alignment}
-        received = world.dispatch(*batch.arguments, **form, **more, zero_padding=bool(alignment))
-        if again:
-            form = {"handles": [r.handle for r in received], "zero_padding": bool(alignment)}
-            received = world.dispatch(batch.arguments[0], **form, **more)
-        grouped = [group_ref(rows, alignment or 1) for rows in batch.expected]
-        outs, rows, weights = [], [], [] if alignment else None
-        for rank, got in enumerate(received):
-            wanted = batch.expected[rank]
-            n = grouped[rank].offsets[-1] if alignment else len(wanted.x)
-            if alignment:
-                check_grouped(got, grouped[rank], case, static=static)
-                weights.append(got.topk_weights)
-            else:
-                assert bytes_equal(got.x[:n], wanted.x), case
-                assert got.topk_idx[:n].tolist() == wanted.topk_idx.tolist()
-            if fp8:
-                scale = scales.expected[rank]
-                scale = group_ref(scale, alignment) if alignment else scale
-                assert bytes_equal(got.extras[0][:n], scale.x), case
-            kind = torch.bfloat16 if fp8 else dtype
-            out = random_values(len(got.x), hidden, kind)
-            outs.append(out.to(DEVICE))
-            dense = [[i] for i in range(n)]
-            of_row = grouped[rank].topk_weights if alignment else None
-            rows.append(gather_ref(out, of_row, grouped[rank].places if alignment else dense))
-        ys = world.combine(outs, [r.handle for r in received], weights=weights)
-        wanted = combine_ref(world.config.topo, rows, batch.expected, batch.num_tokens)
-        for y, want in zip(ys, wanted, strict=True):
-            assert bits_equal(y, want), case
+        for again in (False, True):
+            case = f"alignment {alignment}, static {static}, again {again}"
+            parts = [[random_bits(t, 6, dtype) for t in tokens]]
+            parts += [[torch.rand(t, 2) for t in tokens]] if fp8 else []
+            given = [[part[rank].to(DEVICE) for part in parts] for rank in range(4)]
+            more = {"extras": [extras for _, *extras in given]} if fp8 else {}
+            zeros = alignment is not None and again == static
+            with torch.no_grad():  # with gradients rows are zeroed anyhow
+                received = world.dispatch(
+                    *([x for x, *_ in given], *(() if again else routing)),
+                    **{**form, **more, "zero_padding": zeros},
+                )
+                form = {"handles": [r.handle for r in received]}
+                check_combination(batch, parts, received, alignment, zeros, case)
+
+
+def check_combination(batch, parts, received, alignment, zeros, case):
+    """Check what was received of x and extras, and what a combine makes of it."""
+    outs, rows, weights, x = [], [], [] if alignment else None, parts[0]
+    routing = batch.topk_idxs, batch.topk_weights
+    came = [Batch(batch.world, part, *routing).expected for part in parts]
+    for rank, got in enumerate(received):
+        wanted = came[0][rank]
+        dense, of_row = [[i] for i in range(len(wanted.x))], None
+        if alignment:
+            grouped = group_ref(wanted, alignment)
+            check_grouped(got, grouped, case, zeros=zeros)
+            weights.append(got.topk_weights)
+            dense, of_row = grouped.places, grouped.topk_weights
+        else:
+            check_rows(got, wanted, case)
+        there = sorted(row for places in dense for row in places)
+        for extra, others in zip(got.extras, came[1:], strict=True):
+            other = group_ref(others[rank], alignment) if alignment else others[rank]
+            assert bytes_equal(extra.cpu()[there], other.x[there]), case
+        out = torch.full((len(got.x), 6), torch.nan)
+        out = out.to(torch.bfloat16 if x[0].dtype == FP8 else x[0].dtype)
+        out[there] = random_values(len(there), 6, out.dtype)
+        outs.append(out.to(DEVICE))
+        rows.append(gather_ref(out, of_row, dense))
+    ys = batch.world.combine(outs, [r.handle for r in received], weights=weights)
+    wanted = combine_ref(batch.world.config.topo, rows, came[0], batch.num_tokens)
+    for y, want in zip(ys, wanted, strict=True):
+        assert bits_equal(y, want), case
 
 
 @settings(max_examples=8)
