@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import railwave
 from heaps import DEVICE, ON_GPU, seeds
@@ -127,17 +128,23 @@ class Moe:
         sum((y * out).sum() for y, out in zip(ys, outs, strict=True)).backward()
         return [t.grad for t in (*xs, *weights, scale)]
 
-    def spread(self, **form):
-        xs, weights, scale = self.leaves()
+    def spread(self, *, wire_dtype=None, again=False, **form):
+        """Return the gradients through the verbs; `again`: what is between is computed anew."""
+        leaves = xs, weights, scale = self.leaves()
+        given = leaves, wire_dtype, form
+        outs = checkpoint(self.layer, *given, use_reentrant=False) if again else self.layer(*given)
+        sum((y.to(DEVICE) * o).sum() for y, o in zip(self.ys, outs, strict=True)).backward()
+        return [t.grad for t in (*xs, *weights, scale)]
+
+    def layer(self, leaves, wire_dtype, form):
+        xs, weights, scale = leaves
         received = self.world.dispatch(xs, self.ids, weights, **form)
         outs = []
         for r, home in zip(received, self.homes, strict=True):
             n = int(r.num_rows)
             out = self.experts(r.x[:n], r.topk_idx[:n], r.topk_weights[:n], scale[home])
             outs.append(torch.cat([out, r.x.new_zeros(len(r.x) - n, out.shape[1])]))
-        outs = self.world.combine(outs, [r.handle for r in received])
-        sum((y.to(DEVICE) * o).sum() for y, o in zip(self.ys, outs, strict=True)).backward()
-        return [t.grad for t in (*xs, *weights, scale)]
+        return self.world.combine(outs, [r.handle for r in received], wire_dtype=wire_dtype)
 
 
 def close(got, want):
@@ -156,6 +163,25 @@ def test_gradients_are_those_of_the_dense_model(path, static):
     close(moe.spread(path=path, static_shapes=static), moe.dense())
     with pytest.raises(ValueError, match="out must be 'copy' for gradients of xs and topk_weights"):
         moe.spread(path=path, static_shapes=static, out="view")
+
+
+@pytest.mark.parametrize(
+    "dtype, more",
+    [
+        *((torch.bfloat16, {}), (torch.float16, {})),
+        *((torch.bfloat16, {"wire_dtype": torch.float32}), (torch.float16, {"again": True})),
+    ],
+)
+def test_gradients_of_short_floats_are_exact_where_sums_are(dtype, more):
+    """Integers below 256, whatever the order; with `again` in torch's checkpoint."""
+    world = make_world(2, 2, 2, dtype=torch.float32, staging_records=2)
+    moe = Moe(world, [4, 0, 3, 1], hidden=4, dtype=dtype)
+    drawn = {"xs": (-2, 3), "weights": (1, 3), "ys": (-2, 3)}
+    for name, ends in drawn.items():
+        setattr(moe, name, [torch.randint(*ends, t.shape).to(dtype) for t in getattr(moe, name)])
+    moe.scale = torch.randint(-2, 3, moe.scale.shape).to(dtype)
+    for got, want in zip(moe.spread(**more), moe.dense(), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want) and (want.abs() < 256).all()
 
 
 def test_experts_alone_may_need_gradients_and_a_rank_without_rows_takes_part():
@@ -342,6 +368,15 @@ def train(rank):
     grads = [xs[rank].grad, weights[rank].grad, scale.grad]
     dense = moe.dense()
     close(grads, [dense[rank], dense[4 + rank], dense[-1]])
+
+    # All tokens go to rank 0: what the others combine depends on nothing, and yet they take part.
+    x = torch.ones(3, 8, requires_grad=True)
+    received = rw.dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    assert len(received.x) == (12 if rank == 0 else 0)
+    out = torch.zeros(0, 8) if rank else received.x * 2
+    y = rw.combine(out, received.handle)
+    y.sum().backward()
+    assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full((3, 8), 2.0))
 
     def some():
         x = xs[rank].detach().requires_grad_(rank != 3)

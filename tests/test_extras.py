@@ -16,7 +16,7 @@ from heaps import DEVICE, ON_GPU, seeds
 from processes import run_all
 from railwave.config import PATHS
 from railwave.exchange import words
-from railwave.reference import combine_ref
+from railwave.reference import combine_ref, group_ref
 from test_processes import errors_of, init
 from worlds import Batch, bits_equal, bytes_equal, make_batch, make_outs, make_world, random_bits
 
@@ -85,6 +85,41 @@ def test_float8_rows_are_scaled_back_where_they_arrive():
     rows = torch.cat([r.x.float().view(-1, 2, 4) * r.extras[0][:, :, None] for r in received])
     want = torch.cat([tokens[0][2:], tokens[1][2:], tokens[0][:2], tokens[1][:2]])
     assert torch.allclose(rows.view(-1, 8), want, rtol=2**-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("alignment", [None, 4])
+def test_packed_exponents_at_odd_strides_scale_rows_exactly(alignment):
+    """Four UE8M0 exponents an int32, of blocks of 4 elements; in a dispatch and its repeat."""
+    world = make_world(2, 1, 1, hidden=64, dtype=torch.uint8)
+    T, ids, weights = 3, torch.tensor([[0, 2], [3, -1], [1, 0]]), torch.ones(3, 2)
+    form = {"expert_alignment": alignment}
+    for _ in range(2):
+        xs = [torch.randint(-8, 8, (T, 32)).to(FP8) for _ in range(2)]
+        exponents = [torch.randint(112, 143, (T, 8), dtype=torch.uint8) for _ in range(2)]
+        packed = [e.view(torch.int32).T.contiguous().T.to(DEVICE) for e in exponents]  # (T, 2)
+        routing = (
+            [[part.to(DEVICE)] * 2 for part in (ids, weights)] if "handles" not in form else ()
+        )
+        received = world.dispatch(
+            *([x.to(DEVICE) for x in xs], *routing), extras=[[p] for p in packed], **form
+        )
+        form = {"handles": [r.handle for r in received]}
+        pairs = zip(xs, exponents, strict=True)
+        tokens = [scaled(x.float(), e) for x, e in pairs]
+        wanted = Batch(world, tokens, [ids] * 2, [weights] * 2).expected
+        for got, rows in zip(received, wanted, strict=True):
+            rows = group_ref(rows, alignment) if alignment else rows
+            there = (rows.topk_idx >= 0).reshape(len(rows.x), -1).any(dim=1)
+            (extra,) = got.extras
+            assert packed[0].stride(0) == 1 and extra.stride(0) > 2  # rows of one tensor
+            back = scaled(got.x.float(), extra.view(torch.uint8)).cpu()
+            assert torch.equal(back[there], rows.x[there])
+
+
+def scaled(x, exponents):
+    """Multiply blocks of 4 elements by powers of two, whose exponents are 127 too large."""
+    scale = torch.ldexp(torch.ones(exponents.shape, device=x.device), exponents.int() - 127)
+    return (x.view(len(x), -1, 4) * scale[:, :, None]).view(len(x), -1)
 
 
 @pytest.mark.parametrize(
