@@ -480,13 +480,14 @@ def biases(bias: Any) -> tuple[Any, ...]:
 
 
 def _check_bias(
-    config: Config, bias: Any, shape: tuple[int, int], name: str
+    config: Config, bias: Any, shape: tuple[int, int], of_rank: str
 ) -> tuple[torch.Tensor, ...]:
     """Check the biases; return them as (T, H)."""
     given = biases(bias)
     if len(given) > 2:
-        raise ValueError(f"{name} must be one tensor or two, got {len(given)}")
-    for each in given:
+        raise ValueError(f"{of_rank} must be one tensor or two, got {len(given)}")
+    for i, each in enumerate(given):
+        name = f"{of_rank}[{i}]" if len(given) > 1 else of_rank
         _check_tensor(each, name, config, dims=None)
         if each.dtype not in SUMMABLE:
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {each.dtype}")

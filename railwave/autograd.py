@@ -147,7 +147,8 @@ class _Combine(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         n = len(handles)
         ctx.verbs, ctx.handles, ctx.bias_ranks = verbs, handles, bias_ranks
-        ctx.anchors, ctx.biases = inputs[n : 2 * n], inputs[3 * n :]
+        ctx.anchors = inputs[n : 2 * n]
+        ctx.biases = [(bias.dim(), bias.dtype) for bias in inputs[3 * n :]]  # not what they hold
         weights = inputs[2 * n : 3 * n]
         weighed = [(out, w) for out, w in zip(inputs[:n], weights, strict=True) if w is not None]
         ctx.weighed = [w is not None for w in weights]
@@ -170,8 +171,10 @@ class _Combine(torch.autograd.Function):
                     found[i], found[2 * n + i] = of_weighed(rows, out, weights, there)
             found[n : 2 * n] = [a if a is None else torch.zeros_like(a) for a in ctx.anchors]
         of_biases = [
-            of_bias(dys[rank], bias.dim(), bias.dtype)
-            for rank, bias in zip(ctx.bias_ranks, ctx.biases, strict=True)
+            of_bias(dys[rank], *bias) if wanted else None
+            for rank, bias, wanted in zip(
+                ctx.bias_ranks, ctx.biases, ctx.needs_input_grad[4 + 3 * n :], strict=True
+            )
         ]
         return (None, None, None, None, *found, *of_biases)
 

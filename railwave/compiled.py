@@ -392,7 +392,8 @@ def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         d_out = rows = rows_that_came(rows, num_rows)
         if ctx.weighed:
             d_out, d_weights = of_weighed(rows, *weighed, is_row(named["topk_idx"], num_rows))
-    d_bias = [of_bias(dy, dims, dtype) for dims, dtype in ctx.biases]
+    wanted = zip(ctx.biases, ctx.needs_input_grad[2], strict=True)
+    d_bias = [of_bias(dy, *bias) if wants else None for bias, wants in wanted]
     return d_out, d_weights, d_bias, [None] * ctx.num_tables, *[None] * 7, [None] * ctx.num_after
 
 

@@ -4,6 +4,7 @@ Letters: N nodes, G GPUs a node, W ranks, E experts, K top-k, T tokens, H hidden
 """
 
 import re
+import weakref
 from itertools import product
 
 import pytest
@@ -19,6 +20,7 @@ from heaps import (
     seeds,
 )
 from processes import run_all
+from railwave import autograd
 from railwave.arguments import check_call
 from railwave.config import PATHS, Config
 from railwave.reference import combine_ref, gather_ref, group_ref
@@ -283,7 +285,8 @@ def test_wrong_grouping_is_refused(form, error, said):
         ({"bias": [torch.ones(3)] * 2}, ValueError, "bias[0] must have shape (2, 8) or (8,), got"),
         ({"bias": [torch.ones(8).int()] * 2}, TypeError, "bias[0] must be float32, bfloat16 or"),
         ({"bias": [[torch.ones(8)] * 3] * 2}, ValueError, "bias[0] must be one tensor or two, got"),
-        ({"bias": [None, "x"]}, TypeError, "bias[1] must be a tensor, got str"),
+        ({"bias": [None, "xyz"]}, TypeError, "bias[1] must be a tensor, got str"),
+        ({"bias": [[torch.ones(8), torch.ones(3)]] * 2}, ValueError, "bias[0][1] must have shape"),
         ({"bias": [None]}, ValueError, "bias must have one entry per rank (2), got 1"),
     ],
 )
@@ -357,6 +360,24 @@ def test_weights_are_not_multiplied_into_a_view():
     with pytest.raises(ValueError, match=r"weights\[0\] must be None where outs\[0\] is a view"):
         world.combine(outs, handles, weights=weights)
     world.combine(outs, handles)
+
+
+def test_biases_are_not_kept_and_only_those_that_need_gradients_have_some(monkeypatch):
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2)
+    received = world.dispatch(*batch.arguments)
+    leaves = [torch.ones(2, 8, device=DEVICE, requires_grad=True) for _ in range(2)]
+    given = [[leaf * 2, leaf.detach().clone()] for leaf in leaves]
+    kept = [weakref.ref(bias) for of_rank in given for bias in of_rank]
+    outs = [torch.zeros(len(r.x), 8, device=DEVICE) for r in received]
+    ys = world.combine(outs, [r.handle for r in received], bias=given)
+    del given
+    assert not any(bias() is not None for bias in kept)
+    made = []
+    monkeypatch.setattr(autograd, "of_bias", lambda dy, *form: made.append(form) or dy)
+    sum(y.sum() for y in ys).backward()
+    assert made == [(2, torch.float32)] * 2
+    assert all(torch.equal(leaf.grad, torch.full_like(leaf, 2)) for leaf in leaves)
 
 
 @pytest.mark.parametrize("static", [False, True])
