@@ -339,19 +339,19 @@ def test_every_choice_gets_a_replica_of_its_expert(seed, E, T, K):
             wanted = [replicas[(n + rank) % len(replicas)] for n in range(len(chosen))]
             assert chosen == wanted
     bad = torch.full((1, 2), E)
-    assert placement.physical_ids(bad, 0).tolist() == [[E + 4, E + 4]]
+    assert placement.physical_ids(bad, 0, rank=0).tolist() == [[E + 4, E + 4]]
 
 
 def test_wrong_choices_are_refused():
     placement = Placement.of([[0, 1, 0]], num_logical=2)
     with pytest.raises(TypeError, match="topk_idx must be an int32 or int64 tensor"):
-        placement.physical_ids(torch.zeros(1, 1), 0)
+        placement.physical_ids(torch.zeros(1, 1), 0, rank=0)
     with pytest.raises(TypeError, match="got list"):
-        placement.physical_ids([[0]], 0)
+        placement.physical_ids([[0]], 0, rank=0)
     with pytest.raises(ValueError, match=r"topk_idx must have shape \(T, K\), got \(1,\)"):
-        placement.physical_ids(torch.zeros(1, dtype=torch.int64), 0)
+        placement.physical_ids(torch.zeros(1, dtype=torch.int64), 0, rank=0)
     with pytest.raises(ValueError, match="layer must be"):
-        placement.physical_ids(torch.zeros(1, 1, dtype=torch.int64), 1)
+        placement.physical_ids(torch.zeros(1, 1, dtype=torch.int64), 1, rank=0)
 
 
 def test_a_dispatch_takes_physical_experts_and_gives_them_back():

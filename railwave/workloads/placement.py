@@ -96,7 +96,7 @@ class Placement:
         logcnt = [[len(found) for found in row] for row in replicas]
         return cls(table, log2phy, logcnt)
 
-    def physical_ids(self, topk_idx: torch.Tensor, layer: int, *, rank: int = 0) -> torch.Tensor:
+    def physical_ids(self, topk_idx: torch.Tensor, layer: int, *, rank: int) -> torch.Tensor:
         """Choose a replica for every choice of a router: the ids that a dispatch takes.
 
         Of a rank's choices of one expert, by token and then by k, number n takes replica
@@ -122,7 +122,8 @@ class Placement:
             Logical expert 0 has the replicas 0 and 2: its three choices alternate.
 
             >>> placement = Placement.of([[0, 1, 0]], num_logical=2)
-            >>> placement.physical_ids(torch.tensor([[0, 1], [0, -1], [0, 1]]), 0).tolist()
+            >>> ids = torch.tensor([[0, 1], [0, -1], [0, 1]])
+            >>> placement.physical_ids(ids, 0, rank=0).tolist()
             [[0, 1], [2, -1], [0, 1]]
             >>> placement.physical_ids(torch.tensor([[0], [0]]), 0, rank=1).tolist()
             [[2], [0]]
