@@ -53,8 +53,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     [
         ("torchrun_dispatch.py", 8, "8 ranks as 2 nodes; rows received: "),
         ("serve_static.py", 4, "4 ranks, 5 "),
-        ("mixtral_ep.py --steps=6", 4, "4 ranks, 6 steps; loss "),  # fails by itself above 1e-5
-        pytest.param("mixtral_ep.py", 4, "4 ranks, 20 steps; loss ", marks=pytest.mark.soak),
+        ("mixtral_ep.py", 4, "4 ranks, 20 steps; loss "),  # fails by itself above 1e-5
     ],
 )
 def test_the_torchrun_examples_run(name, ranks, said):
