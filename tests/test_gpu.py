@@ -4,7 +4,10 @@
 """
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -590,3 +593,14 @@ def traced(rank):
 
 def test_a_trace_has_the_waits_of_kernels_beside_their_stages():
     run_all(traced, 4, timeout_s=120)
+
+
+def test_the_example_of_serving_replays_one_graph():
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    file = Path(__file__).parents[1] / "examples" / "serve_static.py"
+    run = subprocess.run(
+        [*torchrun, "--nproc-per-node=4", file],
+        **{"capture_output": True, "text": True, "timeout": 200},
+    )
+    assert run.returncode == 0, run.stderr  # it fails by itself above 1e-5
+    assert run.stdout.startswith("4 ranks, 5 replays of one graph; largest error ")
