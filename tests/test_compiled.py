@@ -94,6 +94,20 @@ def others(rank):
     for a, b in zip(got[:-1], want[:-1], strict=True):
         assert bytes_equal(a[:n], b[:n])
 
+    def scaled(x8, scales):
+        form = {"extras": [scales], "static_shapes": True, "path": "granted"}
+        received = rw.dispatch(x8, ids, weights, **form, expert_alignment=4)
+        exponents = received.extras[0].view(torch.uint8).int()  # of blocks of 4 elements
+        blocks = torch.ldexp(received.x.float().view(-1, 2, 4), exponents[:, :2, None] - 127)
+        out, given = blocks.view(-1, 8).bfloat16(), {"weights": received.topk_weights}
+        return rw.combine(out, received.handle, **given, wire_dtype=torch.float32)
+
+    exponents = torch.randint(120, 134, (3, 8), dtype=torch.uint8, device=x.device)
+    packed = exponents.view(torch.int32).T.contiguous().T
+    compiled = torch.compile(scaled, backend="aot_eager", fullgraph=True)
+    y, want = (call(x.to(torch.float8_e4m3fn), packed) for call in (compiled, scaled))
+    assert bytes_equal(y, want) and want.any() and want.isfinite().all()
+
     def dynamic(x):
         received = rw.dispatch(x * 1, ids, weights)
         return rw.combine(received.x * 2, received.handle) + 1
