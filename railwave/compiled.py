@@ -222,7 +222,7 @@ def _(
         **dict.fromkeys(("out_load", "in_load"), (S.N, S.G)),
         **dict.fromkeys(("quota", "rail_records"), (S.N, S.R)),
         **{"topk_idx": of_row, "topk_weights": of_row, "places": (rows, K)},
-        **{"put_words": (2, S.N + 1), "number": (int(not runner._exchange.device_decides(True)),)},
+        **{"put_words": (2, S.N + 1), "number": (1,)},
     }
     dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32}
     dtypes |= dict.fromkeys(("put_words", "number"), torch.int64)
@@ -412,7 +412,7 @@ def _runner(world: str) -> Any:
 
 def _tables(handle: Handle) -> list[torch.Tensor]:
     names = TABLES if handle.places is None else (*TABLES, *PLACE_TABLES)
-    none = handle.put_words.new_empty(0)  # in the place of a number
+    none = handle.put_words.new_empty(1)  # in the place of a number, not read
     return [none if getattr(handle, name) is None else getattr(handle, name) for name in names]
 
 
@@ -451,7 +451,7 @@ def _handle(
 
 def numbered(handle: Handle) -> Handle:
     """Return a handle of a graph with the number of its call, where it holds that."""
-    if handle.epoch or handle.number is None or not len(handle.number):
+    if handle.epoch or handle.number is None or handle.exchange.device_decides(True):
         return handle
     return replace(handle, epoch=int(handle.number))
 
