@@ -767,6 +767,7 @@ class Communicator:
         self._broken, self._finished = False, finished
         return finished
 
+    @alone
     def close(self) -> None:
         """Give the shared memory back. Not collective; nothing works afterwards."""
         if not self._closed:

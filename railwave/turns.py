@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -18,7 +17,7 @@ class Turns:
         self._device = device
         self.last: torch.cuda.Stream | None = None  # of the last call
         self._captured: torch.cuda.Stream | None = None  # of the last one that was captured
-        self.mine = threading.Lock()  # held by the thread whose call it is
+        self.running: dict[str, object] = {}  # the call that runs, if there is one
 
     def check(self, stream: Any) -> None:
         """Check a caller's `stream`.
@@ -69,20 +68,24 @@ def alone(call: Callable[..., Any]) -> Callable[..., Any]:
     """Let one thread at a time into some methods of an object with `Turns`.
 
     Raises:
-        RuntimeError: another thread is in one of them; this call has done nothing.
+        RuntimeError: one of them is running; this call has done nothing.
     """
 
     @wraps(call)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._turns.mine.acquire(blocking=False):
-            raise RuntimeError(
-                "another thread is in a dispatch, combine or reset of this communicator, which "
-                "takes one at a time"
-            )
+        mine, running = object(), self._turns.running
+        # Not a lock: an interrupt between taking it and this `try` would leave it locked. And no
+        # function is called at the end: only calls and loops let an interrupt in.
         try:
+            if running.setdefault("call", mine) is not mine:
+                raise RuntimeError(
+                    "another thread, or a call around this one, is in a dispatch, combine, reset "
+                    "or close of this communicator, which takes one at a time"
+                )
             return call(self, *args, **kwargs)
         finally:
-            self._turns.mine.release()
+            if "call" in running and running["call"] is mine:
+                del running["call"]
 
     return run
 

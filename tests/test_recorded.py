@@ -4,6 +4,8 @@ A process stands for a rank with a GPU: its kernels are interpreted, at addresse
 are none. So nothing here waits for another rank.
 """
 
+import contextlib
+import signal
 from threading import Event, Thread
 
 import numpy as np
@@ -274,13 +276,30 @@ def two_threads(rank):
     other = Thread(target=lambda: got.append(rw.dispatch(x, ids, weights, **STATIC)))
     other.start()
     assert inside.wait(60)
-    for call in (lambda: rw.dispatch(x, ids, weights), lambda: rw.combine(x, None), rw.reset):
-        with pytest.raises(RuntimeError, match="another thread is in a dispatch, combine or reset"):
+    calls = [lambda: rw.dispatch(x, ids, weights), lambda: rw.combine(x, None), rw.reset, rw.close]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="another thread, or a call around this one, is in"):
             call()
     leave.set()
     other.join()
     assert torch.equal(got[0].x, x)
     assert torch.equal(rw.combine(got[0].x, got[0].handle), x)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    rw._check_usable = lambda: None
+    rw._exchange.device_decides = lambda static: 1 // 0  # ends a dispatch early
+    for turn in range(1000):  # wherever an interrupt comes, no call is left behind
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * (turn % 50))
+            while True:
+                with contextlib.suppress(ZeroDivisionError):
+                    rw.dispatch(x, ids, weights)
+        except KeyboardInterrupt:
+            pass
+    assert not rw._turns.running
     rw.close()
 
 
