@@ -47,17 +47,18 @@ class Meeting:
             heed: return False also once another rank has given this phase up.
         """
         until, pause_s = time.monotonic() + self.deadline_s, 20e-6
-        began_ns, last = time.monotonic_ns(), None
+        began_ns, missing_ns = time.monotonic_ns(), {}  # by word and rank: when last seen missing
+        came = True
         while late := self.late(waits):
-            last = late[0]
+            missing_ns |= dict.fromkeys((one[:2] for one in late), time.monotonic_ns())
             if time.monotonic() > until or (heed and self._gone()):
-                waited(self.exchange, *last[:2], began_ns)
-                return False
+                came = False
+                break
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 2e-3)
-        if last:
-            waited(self.exchange, *last[:2], began_ns)
-        return True
+        if missing_ns:
+            waited(self.exchange, missing_ns, began_ns)
+        return came
 
     def late(self, waits: list[Wait]) -> list[Late]:
         """List the words that have not come."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,8 +147,34 @@ def _longest(of: dict[str, float]) -> dict[str, float]:
     return dict(rows[:_MOST_PAIRS] + more)
 
 
-def union(waits: Iterable[Span]) -> list[Span]:
+def late_rank(ended_ns: Mapping[int, int], began_ns: int, gpus: int, pe: int) -> int:
+    """Say who was late, of the ranks whose words were waited for: when each one's came.
+
+    The last, but for words of another node that a node-mate forwards: if its own came about then,
+    it was late itself, and held the other up.
+
+    Args:
+        gpus: of a node, where words are forwarded by the PE with the sender's local index; 0 where
+            they are not.
+        pe: that waited.
+
+    Example: of 2 nodes of 2, PE 0 hears of rank 3 by way of rank 1
+        >>> late_rank({1: 1990, 3: 2000}, 0, 2, 0), late_rank({1: 100, 3: 2000}, 0, 2, 0)
+        (1, 3)
+    """
+    last = max(ended_ns, key=ended_ns.__getitem__)
+    if not gpus:
+        return last
+    forwarder = pe - pe % gpus + last % gpus
+    about_then = began_ns + 0.9 * (ended_ns[last] - began_ns)
+    return forwarder if ended_ns.get(forwarder, began_ns) > about_then else last
+
+
+def union(waits: Iterable[Span], gpus: int = 0) -> list[Span]:
     """Put waits of one PE for the same word that overlap together: programs of one launch.
+
+    Args:
+        gpus: of a node; for whom a `notify` was waited, see `late_rank`.
 
     Example:
         >>> three = [Span("wait", "packed", 0, 0, 5, {"for rank": 1}),
@@ -157,18 +183,25 @@ def union(waits: Iterable[Span]) -> list[Span]:
         >>> [(span.began_ns, span.ended_ns, span.details) for span in union(three)]
         [(0, 9, {'for rank': 2}), (12, 13, {'for rank': 1})]
     """
-    found: dict[str, Span] = {}
-    done: list[Span] = []
+    groups: dict[str, list[list[Span]]] = {}
     for span in sorted(waits, key=lambda span: span.began_ns):
-        before = found.get(span.name)
-        if before and span.began_ns <= before.ended_ns:
-            later = max(before, span, key=lambda each: each.ended_ns)
-            whole = (later.kind, later.name, later.pe, before.began_ns, later.ended_ns)
-            found[span.name] = Span(*whole, later.details, later.world)
+        found = groups.setdefault(span.name, [])
+        if found and span.began_ns <= max(before.ended_ns for before in found[-1]):
+            found[-1].append(span)
         else:
-            done += [before] if before else []
-            found[span.name] = span
-    return [*done, *found.values()]
+            found.append([span])
+    return [_together(group, gpus) for found in groups.values() for group in found]
+
+
+def _together(group: list[Span], gpus: int) -> Span:
+    """Return one span in the place of several that overlap."""
+    first, ended_ns = group[0], {}
+    for span in sorted(group, key=lambda span: span.ended_ns):
+        ended_ns[span.details["for rank"]] = span.ended_ns
+    forwarded = gpus if first.name == "notify" else 0
+    late = late_rank(ended_ns, first.began_ns, forwarded, first.pe)
+    whole = (first.kind, first.name, first.pe, first.began_ns, max(ended_ns.values()))
+    return Span(*whole, {"for rank": late}, first.world)
 
 
 def _phases(spans: Sequence[Span]) -> list[Span]:

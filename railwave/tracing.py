@@ -125,11 +125,18 @@ class Trace:
         ended.record()
         self._timed.append((kernel, scalars, world, device, began, ended))
 
-    def wait(self, exchange: Any, word: str, writer: int, began_ns: int) -> None:
-        """Add what the host of a PE has waited for until now."""
+    def wait(self, exchange: Any, missing_ns: dict[tuple[str, int], int], began_ns: int) -> None:
+        """Add what the host of a PE has waited for until now.
+
+        Args:
+            missing_ns: by word and rank, when it was seen to be missing last.
+        """
         if exchange.device.type == "cpu":  # a GPU's clock is another, and its kernels wait
             world, ended_ns = self._world_of(exchange.heap), time.monotonic_ns()
-            details = {"for rank": writer}
+            word, _ = max(missing_ns, key=missing_ns.__getitem__)
+            of_word = {rank: ns for (name, rank), ns in missing_ns.items() if name == word}
+            gpus = exchange.config.topo.gpus_per_node if word == "notify" else 0
+            details = {"for rank": timeline.late_rank(of_word, began_ns, gpus, exchange.pe)}
             self._clocks_used.add(_CLOCK_OF["cpu"])
             self.spans.append(Span("wait", word, exchange.pe, began_ns, ended_ns, details, world))
 
@@ -163,7 +170,7 @@ class Trace:
                 self.spans.append(Span("grant", "grant", *at, {"to node": who}, world))
             else:
                 waits.append(Span("wait", wire.WORDS[what], *at, {"for rank": who}, world))
-        self.spans += timeline.union(waits)
+        self.spans += timeline.union(waits, exchange.config.topo.gpus_per_node)
 
 
 @contextmanager
@@ -250,11 +257,11 @@ def taking() -> bool:
     return _running is not None
 
 
-def waited(exchange: Any, word: str, writer: int, began_ns: int) -> None:
-    """Note that the host of a PE waited until now, if a trace is taken."""
+def waited(exchange: Any, missing_ns: dict[tuple[str, int], int], began_ns: int) -> None:
+    """Note that the host of a PE waited until now, if a trace is taken; arguments: `Trace.wait`."""
     running = _running
     if running is not None:
-        running.wait(exchange, word, writer, began_ns)
+        running.wait(exchange, missing_ns, began_ns)
 
 
 def _read_clock(wire: Any, device: torch.device) -> tuple[Any, int]:

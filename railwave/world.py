@@ -337,19 +337,21 @@ class LocalWorld:
         results: list[Any] = [None] * len(stages)
         waiting: dict[int, Waits] = {pe: list for pe in range(len(stages))}
         refused: ReceiveOverflowError | None = None
-        blocked: dict[int, tuple[str, int, int]] = {}  # what a PE waits for, of whom, since when
+        blocked: dict[int, int] = {}  # since when a PE waits
+        missing: dict[int, dict[tuple[str, int], int]] = {}  # and for what, see `Trace.wait`
         for exchange in self._exchanges:
             exchange.observer = recorder
         while waiting:
             ready = [pe for pe in waiting if self._ready(pe, waiting[pe]())]
             for pe in waiting.keys() - ready if tracing.taking() else ():
-                word, writer, _ = self._exchanges[pe].late(waiting[pe]())[0]
-                blocked[pe] = (word, writer, blocked.get(pe, (0, 0, time.monotonic_ns()))[2])
+                now_ns, late = time.monotonic_ns(), self._exchanges[pe].late(waiting[pe]())
+                blocked.setdefault(pe, now_ns)
+                missing.setdefault(pe, {}).update((one[:2], now_ns) for one in late)
             if not ready:
                 raise RuntimeError(f"railwave: no PE can go on; {self._missing(waiting)}")
             for pe in [self._order.choice(ready)] if self._order else ready:
                 if pe in blocked:
-                    tracing.waited(self._exchanges[pe], *blocked.pop(pe))
+                    tracing.waited(self._exchanges[pe], missing.pop(pe), blocked.pop(pe))
                 try:
                     waiting[pe] = next(stages[pe])
                 except StopIteration as stop:
