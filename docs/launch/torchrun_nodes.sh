@@ -10,7 +10,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 : "${NODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=29500}"
-: "${GPUS_PER_NODE:=8}" "${PYTHON:=python3}"
+if [ -x .venv/bin/python ]; then here=.venv/bin/python; else here=python3; fi  # as make sets it up
+: "${GPUS_PER_NODE:=8}" "${PYTHON:=$here}"
 [ $# -gt 0 ] || set -- examples/torchrun_dispatch.py
 
 # The network that hosts meet over (TCP); payload takes the rails. Set it where the default is wrong:
