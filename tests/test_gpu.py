@@ -88,6 +88,32 @@ def test_every_path_through_emulated_nics(nodes, gpus, rails):
     run_all(through_nics, nodes * gpus, nodes, gpus, rails, timeout_s=200)
 
 
+def uneven_through_nics(rank, nodes, gpus):
+    """Ranks of very different numbers of tokens, with no word to the host between the phases."""
+    topo = railwave.Topology(nodes, gpus, gpus)
+    sizes = {"hidden": 1024, "max_tokens_per_rank": 4096, "top_k": 1, "nic_gbs": 2.0}
+    rw = init(topo, rank, **sizes, max_recv_rows=4096, deadline_s=30)
+    tokens = 3246 if rank % gpus == 0 else 512 + 37 * (rank % 5)
+    x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+    ids = torch.full((tokens, 1), 2 * ((rank + 1) % topo.num_ranks), device="cuda")
+    ids[tokens // 2 :] = -1
+    weights, want = torch.ones(tokens, 1, device="cuda"), x * (ids >= 0)
+    for path in (*PATHS, *PATHS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        received = rw.dispatch(x, ids, weights, path=path, static_shapes=True, out="view")
+        y = rw.combine(received.x, received.handle)
+        rw.check()  # says who was waited for
+        assert torch.equal(y, want), path
+    dist.barrier()
+    rw.close()
+
+
+@pytest.mark.parametrize("nodes, gpus", [(2, 4), (4, 8)])
+def test_ranks_of_uneven_tokens_through_emulated_nics(nodes, gpus):
+    run_all(uneven_through_nics, nodes * gpus, nodes, gpus, timeout_s=400)
+
+
 def compiled_layer(rank):
     torch.cuda.set_device(0)
     layer(rank, 1, "inductor")
