@@ -189,7 +189,8 @@ def trace(file: str | os.PathLike | None = None) -> Iterator[Trace]:
 
     Raises:
         RuntimeError: a trace is being taken already.
-        OSError: the file cannot be written; before anything is recorded.
+        OSError: the file cannot be written: before anything is recorded, where that can be told. An
+            error inside comes first, and has a note of it.
 
     Example:
         >>> from railwave import LocalWorld, Topology
@@ -213,12 +214,26 @@ def trace(file: str | os.PathLike | None = None) -> Iterator[Trace]:
             taken.join(exchange)
         kernels.trace_launches(taken.around)
         yield taken
-    finally:
-        _running = None
-        kernels.trace_launches(None)
-        taken.leave_all()
-        if out is not None:
-            taken.write(out)
+    except BaseException as error:  # which comes first, whatever else fails
+        try:
+            _end(taken, out)
+        except Exception as other:
+            what = f"written to {out}" if taken._whole else "ended"
+            text = f"the trace could not be {what}: {type(other).__name__}: {other}"
+            # As add_note does, which Python 3.10 lacks.
+            error.__notes__ = [*getattr(error, "__notes__", ()), text]
+        raise
+    _end(taken, out)
+
+
+def _end(taken: Trace, out: Path | None) -> None:
+    """Let nothing more be recorded; read what was, and write it."""
+    global _running
+    _running = None
+    kernels.trace_launches(None)
+    taken.leave_all()
+    if out is not None:
+        taken.write(out)
 
 
 def join(exchange: Any) -> None:

@@ -387,6 +387,22 @@ def test_errors_name_the_file_that_was_asked_for(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_error_inside_comes_before_those_of_the_end(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="mine") as error, railwave.trace(folder / "a.json"):
+        folder.rmdir()
+        raise ValueError("mine")
+    (note,) = error.value.__notes__
+    assert note.startswith(f"the trace could not be written to {folder}/a.json: FileNotFound")
+    assert not tracing.taking()
+    monkeypatch.setattr(tracing.Trace, "leave_all", lambda self: 1 / 0)
+    with pytest.raises(KeyboardInterrupt) as error, railwave.trace():
+        raise KeyboardInterrupt
+    assert error.value.__notes__[0].startswith("the trace could not be ended: ZeroDivisionError")
+    assert not tracing.taking()
+
+
 def test_a_trace_ends_with_an_error_inside_and_nothing_is_recorded_after(tmp_path):
     world = make_world(2, 1, 1)
     batch = make_batch(world, 2)
