@@ -263,6 +263,27 @@ def test_a_port_too_slow_to_help_is_left_out(tree):
     assert "different numbers of GPUs" in uneven
 
 
+def test_a_slow_port_that_is_the_nearest_of_another_gpu_is_not_left_out(tree):
+    """GPUs 0 and 1 are as near to both and share the faster; GPU 2 is under the switch of one."""
+    for g in range(3):
+        tree.gpu(*switch(g, 0, "00.0"))
+    tree.nic("mlx5_0", *switch(3, 2, "00.0"), rate=NDR)
+    tree.nic("mlx5_1", *switch(2, 2, "00.0"), rate="100 Gb/sec (4X EDR)")
+    node = discover(tree.root)
+    assert node.rail_of_gpu == (0, 0, 1)
+    assert not any("left out" in text for text in node.warnings)
+
+
+@pytest.mark.parametrize("rates", [(NDR, "?"), ("?", "?"), (NDR, SLOW, "?")])
+def test_a_port_of_unknown_rate_is_not_called_slow(tree, rates):
+    for g in range(2):
+        tree.gpu(*switch(0, g, "00.0"))
+    for i, rate in enumerate(rates):
+        tree.nic(f"mlx5_{i}", *switch(0, 2 + i, "00.0"), rate=rate)
+    node = discover(tree.root)
+    assert [node.ports[port].name for port in node.used] == ["mlx5_0", f"mlx5_{len(rates) - 1}"]
+
+
 @pytest.mark.parametrize(
     "state, said",
     [

@@ -62,12 +62,12 @@ def _usable(ports: Sequence[Nic]) -> tuple[list[int], list[str]]:
             left_out.setdefault(_why(port.state), []).append(port.label)
     for (said, mend), labels in left_out.items():
         warnings.append(f"{said}, left out: {', '.join(labels)}; {mend}")
-    active = [port for port in ports if port.state == "ACTIVE"]
-    virtual = [port.label for port in active if not port.pci]
+    active = [i for i, port in enumerate(ports) if port.state == "ACTIVE"]
+    virtual = [ports[i].label for i in active if not ports[i].pci]
     if virtual and len(virtual) < len(active):
         warnings.append(f"virtual, left out: {', '.join(virtual)}")
-        active = [port for port in active if port.pci]
-    return [ports.index(port) for port in active], warnings
+        active = [i for i in active if ports[i].pci]
+    return active, warnings
 
 
 def _why(state: str) -> tuple[str, str]:
@@ -113,7 +113,8 @@ def _nearest(
     far: Sequence[Sequence[int]], usable: Sequence[int], ports: Sequence[Nic]
 ) -> tuple[list[int], list[str]]:
     """Return each GPU's port, and what is to be said of ports that are too slow."""
-    near = [tuple(p for p in usable if row[p] == min(row[q] for q in usable)) for row in far]
+    least = [min(row[p] for p in usable) for row in far]
+    near = [tuple(p for p in usable if row[p] == low) for row, low in zip(far, least, strict=True)]
     rates, cards = [port.rate_gbits for port in ports], [port.card for port in ports]
     fast = {choice: _fast(choice, gpus, rates) for choice, gpus in Counter(near).items()}
     slow = {
@@ -122,26 +123,31 @@ def _nearest(
         for port in set(choice) - set(fast[choice])
         if len(fast[choice]) < gpus
     }
+    chosen = _spread([fast[choice] for choice in near], cards, rates)
     warnings = []
-    if slow:
-        each = ", ".join(f"{ports[port].label} {ports[port].rate_text}" for port in sorted(slow))
+    if left := sorted(slow - set(chosen)):  # one may be the nearest of other GPUs
+        each = ", ".join(f"{ports[port].label} {ports[port].rate_text}" for port in left)
         warnings.append(f"so slow that GPUs share faster ports, left out, Gb/s: {each}")
-    return _spread([fast[choice] for choice in near], cards, rates), warnings
+    return chosen, warnings
 
 
 def _fast(near: Sequence[int], gpus: int, rates: Sequence[float]) -> tuple[int, ...]:
     """Return the ports that give so many GPUs most, the slowest setting the pace; more on a tie.
+
+    A port whose rate is unknown, 0, is not called slow.
 
     Example:
         >>> _fast((0, 1), 2, [400.0, 100.0]), _fast((0, 1), 2, [400.0, 200.0])
         ((0,), (0, 1))
     """
 
-    def worth(least: float) -> tuple[float, float]:
-        return least * min(gpus, sum(rates[port] >= least for port in near)), -least
+    def of_rate(least: float) -> tuple[int, ...]:
+        return tuple(port for port in near if rates[port] >= least or not rates[port])
 
-    least = max({rates[port] for port in near}, key=worth)
-    return tuple(port for port in near if rates[port] >= least)
+    def worth(least: float) -> tuple[float, float]:
+        return least * min(gpus, len(of_rate(least))), -least
+
+    return of_rate(max({rates[port] for port in near}, key=worth))
 
 
 def _spread(
