@@ -6,9 +6,19 @@ A wrong kind of object is a `TypeError`, a wrong value a `ValueError`. bool is n
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
+
+_KINDS: dict[type, str] = {
+    int: "an int",
+    float: "a finite number",
+    str: "a str",
+    dict: "an object",
+    list: "a list",
+}
 
 
 def check_int(value: Any, name: str) -> int:
@@ -46,6 +56,24 @@ def check_index(value: Any, size: int, name: str) -> int:
     if not 0 <= number < size:
         raise ValueError(f"{name} must be in [0, {size}), got {number}")
     return number
+
+
+def check_fields(of: Any, kinds: Mapping[str, type], name: str = "") -> None:
+    """Check an object of a JSON file: each field is of its kind; a float is any finite number.
+
+    Args:
+        of: what the file holds.
+        kinds: by field: int, float, str, dict or list.
+        name: of the object; "" for the file's own.
+    """
+    if not isinstance(of, dict):
+        raise TypeError(f"{name or 'it'} must be an object, got {of!r:.60}")
+    for key, kind in kinds.items():
+        value: Any = of.get(key)
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if not fits or isinstance(value, bool) or (kind is float and not isfinite(value)):
+            field = f"{name}.{key}" if name else key
+            raise TypeError(f"{field} must be {_KINDS[kind]}, got {value!r:.60}")
 
 
 def check_counts(value: Any, shape: tuple[int, ...] | None, name: str, *, ndim: int = 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 
 
 def write_file(path: str, content: bytes) -> None:
@@ -74,3 +75,19 @@ def check_writable(path: str, option: str = "--json") -> None:
         raise PermissionError(f"{option} must be a file that may be written, got {path!r}")
     if replaceable(path) and not os.access(folder, os.W_OK):
         raise PermissionError(f"{option} must be in a folder that may be written, got {path!r}")
+
+
+def check_different(paths: Sequence[str], name: str) -> None:
+    """Refuse files of which two are one, by whatever names.
+
+    Raises:
+        OSError: one is not there.
+        ValueError: with `name` and both paths.
+    """
+    seen: dict[tuple[int, int], str] = {}
+    for path in paths:
+        stat = os.stat(path)
+        file = stat.st_dev, stat.st_ino
+        if file in seen:
+            raise ValueError(f"{name} must be different ones, got {seen[file]} and {path}")
+        seen[file] = path

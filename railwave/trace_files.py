@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
-from math import isfinite
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from railwave._files import check_writable, write_file
+from railwave._check import check_fields
+from railwave._files import check_different, check_writable, write_file
 
 _CLOCK = ("host", "boot", "clock")  # what a file's times are of
 _ABOUT = {"base_ns": int, "lost_notes": int, **dict.fromkeys(_CLOCK, str)}
 _EVENT = {"name": str, "ph": str, "pid": int, "tid": int, "ts": float}
-_KINDS: dict[type, str] = {
-    int: "an int",
-    float: "a finite number",
-    str: "a str",
-    dict: "an object",
-    list: "a list",
-}
 
 
 def write(file: str | os.PathLike, found: list[dict[str, Any]], about: dict[str, Any]) -> None:
@@ -56,7 +49,7 @@ def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> 
         raise TypeError(f"files must be several files, got {type(files).__name__} {files!s:.60}")
     paths = [os.fspath(file) for file in files]
     check_writable(os.fspath(out), "out")
-    _check_different(paths)
+    check_different(paths, "files")
     held = {path: _read(path) for path in paths}
     if not held:
         raise ValueError("files must be one at least, got none")
@@ -78,17 +71,6 @@ def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> 
     found.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
     lost = sum(trace["otherData"]["lost_notes"] for trace in held.values())
     write(out, found, {"lost_notes": lost, "base_ns": base_ns, **clock})
-
-
-def _check_different(paths: Sequence[str]) -> None:
-    """Refuse files of which two are one, by whatever names."""
-    seen: dict[tuple[int, int], str] = {}
-    for path in paths:
-        stat = os.stat(path)
-        file = stat.st_dev, stat.st_ino
-        if file in seen:
-            raise ValueError(f"files must be different ones, got {seen[file]} and {path}")
-        seen[file] = path
 
 
 def _clock_of_all(abouts: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -117,23 +99,13 @@ def _read(file: str) -> dict[str, Any]:
     """Return what a file holds, each field that is read later being of its type."""
     try:
         held = json.loads(Path(file).read_text(encoding="utf-8"))
-        _check_fields(held, {"otherData": dict, "traceEvents": list})
-        _check_fields(held["otherData"], _ABOUT)
+        check_fields(held, {"otherData": dict, "traceEvents": list})
+        check_fields(held["otherData"], _ABOUT)
         for event in held["traceEvents"]:
-            _check_fields(event, _EVENT)
+            check_fields(event, _EVENT)
             if event["ph"] == "X":
-                _check_fields(event, {"dur": float})
+                check_fields(event, {"dur": float})
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         text = f"files must be traces of railwave's, got {file}: {error}"
         raise ValueError(text) from None
     return held
-
-
-def _check_fields(of: Any, kinds: dict[str, type]) -> None:
-    if not isinstance(of, dict):
-        raise TypeError(f"an object must have {', '.join(kinds)}, got {of!r:.60}")
-    for key, kind in kinds.items():
-        value: Any = of.get(key)
-        fits = isinstance(value, (int, float) if kind is float else kind)
-        if not fits or isinstance(value, bool) or (kind is float and not isfinite(value)):
-            raise TypeError(f"{key} must be {_KINDS[kind]}, got {value!r:.60}")

@@ -158,12 +158,74 @@ def test_topo_compares_what_nodes_wrote(tmp_path):
     (tmp_path / "no.json").write_text('{"ports": []}')
     for argv, text in (
         ([a], "two or more"),
-        ([a, a], "each once"),
+        ([a, a], "files of --compare must be different ones"),
+        ([a, f"{tmp_path}/./a.json"], "must be different ones, got"),
+        ([a, b, "--json", tmp_path / "out.json"], "--json must be left out with --compare, got"),
+        ([a, b, "--sysfs", "/sys"], "--sysfs must be left out with --compare, got '/sys'"),
         ([a, tmp_path / "no.json"], "must name files that railwave topo --json wrote"),
         ([a, "no/such"], "no/such"),
     ):
         result = run("topo", "--compare", *argv)
         assert result.code == 2 and text in result.err
+
+
+def test_topo_compares_nodes_without_a_port(tmp_path):
+    """And says why they have none; nodes without GPUs have no map."""
+    bare, down = Tree(tmp_path / "bare"), Tree(tmp_path / "down")
+    h800(down, ports=[["DOWN"]] * 8)
+    for name, tree in (("a", down), ("b", down), ("none", bare)):
+        assert run("topo", "--sysfs", tree.root, "--json", tmp_path / f"{name}.json").code == 0
+    a, b, none = (str(tmp_path / f"{name}.json") for name in ("a", "b", "none"))
+    result = run("topo", "--compare", a, b)
+    first, *others, last = result.out.splitlines()
+    assert result.code == 0 and last == f"the same map: {a}, {b}"
+    assert first == "warning: no rail has a port: these nodes reach no other"
+    node = discover(down.root)
+    assert others == [f"warning: {file}: {text}" for file in (a, b) for text in node.warnings]
+    result = run("topo", "--compare", none, a)
+    assert result.code == 2 and f"got '{none}': gpus must be one at least, got none" in result.err
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"used": [0]}, "num_rails must be that of used ports, 1, got 2"),
+        ({"used": [0, 0]}, "each another port in used, got [0, 1] and [0, 0]"),
+        ({"used": [0, -1]}, "used[1] must be in [0, 2), got -1"),
+        ({"used": [0, True]}, "used[1] must be an int, got bool True"),
+        ({"rail_of_gpu": [99, 1]}, "rail_of_gpu[0] must be in [0, 2), got 99"),
+        ({"rail_of_gpu": [-1, 1]}, "rail_of_gpu[0] must be in [0, 2), got -1"),
+        ({"rail_of_gpu": [0.5, 1]}, "rail_of_gpu[0] must be an int, got float 0.5"),
+        ({"rail_of_gpu": []}, "rail_of_gpu must give 2 GPUs all of 2 rails, "),
+        ({"rail_of_gpu": [1, 1]}, "rail_of_gpu must give 2 GPUs all of 2 rails, "),
+        ({"gpus": "abc"}, "gpus must be a list, got 'abc'"),
+        ({"num_rails": "8"}, "num_rails must be an int, got '8'"),
+        ({"num_rails": True}, "num_rails must be an int, got True"),
+        ({"ports": [5, 5]}, "ports[0] must be an object, got 5"),
+        ({"warnings": [5]}, "warnings must be texts, got [5]"),
+        ({"rate_gbits": "fast"}, "ports[1].rate_gbits must be a finite number, got 'fast'"),
+        ({"rate_gbits": float("nan")}, "ports[1].rate_gbits must be a finite number, got nan"),
+        ({"rate_gbits": 10**400}, "int too large"),
+        ({"rate_gbits": -1}, "ports[1].rate_gbits must be at least 0, got -1"),
+        ({"name": [1]}, "ports[1].name must be a str, got [1]"),
+        ("[" * 100_000, "recursion"),
+        ("null", "it must be an object, got None"),
+    ],
+)
+def test_topo_compares_no_files_that_are_none(tree, tmp_path, change, said):
+    for g in range(2):
+        tree.gpu(*switch(g, 0, "00.0"))
+        tree.nic(f"mlx5_{g}", *switch(g, 2, "00.0"))
+    good, bad = discover(tree.root).to_json(), discover(tree.root).to_json()
+    if isinstance(change, dict):
+        (bad["ports"][1] if change.keys() <= bad["ports"][1].keys() else bad).update(change)
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(json.dumps(good))
+    b.write_text(change if isinstance(change, str) else json.dumps(bad))
+    for files in ((a, b), (b, a)):
+        result = run("topo", "--compare", *files)
+        assert (result.code, result.out) == (2, "") and said in result.err
+        assert f"must name files that railwave topo --json wrote, got '{b}': " in result.err
 
 
 @pytest.mark.parametrize("command", ["topo", "doctor"])
