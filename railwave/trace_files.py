@@ -15,12 +15,13 @@ from railwave._files import check_different, check_writable, write_file
 _CLOCK = ("host", "boot", "clock")  # what a file's times are of
 _ABOUT = {"base_ns": int, "lost_notes": int, **dict.fromkeys(_CLOCK, str)}
 _EVENT = {"name": str, "ph": str, "pid": int, "tid": int, "ts": float}
+_MOST_NS = 1 << 63  # what a clock can count
 
 
 def write(file: str | os.PathLike, found: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Write events as a JSON file; `about`: what merging needs."""
     held = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": about}
-    write_file(os.fspath(file), json.dumps(held).encode())
+    write_file(os.fspath(file), json.dumps(held, allow_nan=False).encode())
 
 
 def here() -> dict[str, str]:
@@ -37,19 +38,20 @@ def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> 
 
     Args:
         files: each of another rank, of one boot of the machine and by one kind of clock.
-        out: the file to write.
+        out: the file to write, none of them.
 
     Raises:
         OSError: a file is not there, or out cannot be written.
         TypeError: files is one file's name, or none.
-        ValueError: there is no file, one holds no trace or is named twice, two hold the same PE, or
-            their times are of clocks that do not agree.
+        ValueError: there is no file, one holds no trace, is named twice or is out, two hold the
+            same PE, or their times are of clocks that do not agree.
     """
     if isinstance(files, (str, bytes, os.PathLike)) or not isinstance(files, Iterable):
         raise TypeError(f"files must be several files, got {type(files).__name__} {files!s:.60}")
     paths = [os.fspath(file) for file in files]
     check_writable(os.fspath(out), "out")
-    check_different(paths, "files")
+    written = [os.fspath(out)] if os.path.exists(out) else []
+    check_different(paths + written, "files and out" if written else "files")
     held = {path: _read(path) for path in paths}
     if not held:
         raise ValueError("files must be one at least, got none")
@@ -68,7 +70,7 @@ def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> 
                 )
             shift_us = 0 if event["ph"] == "M" else later_us
             found.append({**event, "ts": round(event["ts"] + shift_us, 3)})
-    found.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0)))
+    found.sort(key=lambda event: (event["ph"] != "M", event["ts"], -_dur(event)))
     lost = sum(trace["otherData"]["lost_notes"] for trace in held.values())
     write(out, found, {"lost_notes": lost, "base_ns": base_ns, **clock})
 
@@ -95,17 +97,33 @@ def _said(clock: dict[str, str]) -> str:
     return f"{clock['host']}, boot {clock['boot'] or 'unknown'}, {clock['clock']}"
 
 
+def _dur(event: dict[str, Any]) -> float:
+    return event["dur"] if event["ph"] == "X" else 0.0
+
+
 def _read(file: str) -> dict[str, Any]:
     """Return what a file holds, each field that is read later being of its type."""
     try:
-        held = json.loads(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        held = json.loads(text, parse_constant=_refuse_constant)
         check_fields(held, {"otherData": dict, "traceEvents": list})
-        check_fields(held["otherData"], _ABOUT)
+        about = held["otherData"]
+        check_fields(about, _ABOUT)
+        if abs(about["base_ns"]) >= _MOST_NS:
+            raise ValueError(f"base_ns must be of 64 bits, got {about['base_ns']!r:.60}")
+        if about["lost_notes"] < 0:
+            raise ValueError(f"lost_notes must be at least 0, got {about['lost_notes']}")
         for event in held["traceEvents"]:
             check_fields(event, _EVENT)
             if event["ph"] == "X":
                 check_fields(event, {"dur": float})
+                if event["dur"] < 0:
+                    raise ValueError(f"dur must be at least 0, got {event['dur']}")
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         text = f"files must be traces of railwave's, got {file}: {error}"
         raise ValueError(text) from None
     return held
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"numbers must be finite, got {name}")

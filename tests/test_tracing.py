@@ -324,13 +324,15 @@ EVENT = {"name": "put", "ph": "X", "pid": 0, "tid": 1, "ts": 0.0, "dur": 1.0}
     [
         ({"ts": "x"}, "ts must be a finite number, got 'x'"),
         ({"ts": None}, "ts must be a finite number, got None"),
-        ({"ts": math.nan}, "ts must be a finite number, got nan"),
         ({"ts": 10**400}, "int too large to convert to float"),
         ({"pid": [0]}, r"pid must be an int, got \[0\]"),
         ({"pid": True}, "pid must be an int, got True"),
         ({"tid": "1"}, "tid must be an int, got '1'"),
         ({"ph": 5}, "ph must be a str, got 5"),
         ({"dur": "1"}, "dur must be a finite number, got '1'"),
+        ({"dur": -5.0}, "dur must be at least 0, got -5.0"),
+        ({"ts": math.nan}, "numbers must be finite, got NaN"),
+        ({"args": {"x": math.inf}}, "numbers must be finite, got Infinity"),
     ],
 )
 def test_events_that_are_none_are_refused(wrong, said, tmp_path):
@@ -339,6 +341,29 @@ def test_events_that_are_none_are_refused(wrong, said, tmp_path):
     file.write_text(json.dumps(held))
     with pytest.raises(ValueError, match=f"must be traces of railwave's, got .*bad.json: .*{said}"):
         railwave.merge_traces([file], tmp_path / "all.json")
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"base_ns": 10**400}, "base_ns must be of 64 bits, got 1000"),
+        ({"base_ns": -(10**400)}, "base_ns must be of 64 bits, got -1000"),
+        ({"lost": -5}, "lost_notes must be at least 0, got -5"),
+    ],
+)
+def test_traces_of_impossible_numbers_are_refused(wrong, said, tmp_path):
+    made_trace(tmp_path / "bad.json", 0, **{"base_ns": 0, **wrong})
+    with pytest.raises(ValueError, match=f"must be traces of railwave's, got .*bad.json: {said}"):
+        railwave.merge_traces([tmp_path / "bad.json"], tmp_path / "all.json")
+
+
+def test_a_duration_is_read_only_where_events_have_one(tmp_path):
+    file = made_trace(tmp_path / "a.json", 0, 0)
+    held = json.loads(file.read_text())
+    held["traceEvents"] = [EVENT | {"ph": "i", "dur": dur} for dur in ("x", None, [1])]
+    file.write_text(json.dumps(held))
+    railwave.merge_traces([file], tmp_path / "all.json")
+    assert len(json.loads((tmp_path / "all.json").read_text())["traceEvents"]) == 3
 
 
 def test_wrong_use_is_refused(tmp_path):
@@ -360,6 +385,10 @@ def test_wrong_use_is_refused(tmp_path):
     for again in (a, f"{tmp_path}/./a.json", f"{tmp_path}/../{tmp_path.name}/a.json"):
         with pytest.raises(ValueError, match=re.escape(f"different ones, got {a} and {again}")):
             railwave.merge_traces([a, b, again], out)
+    with pytest.raises(
+        ValueError, match=re.escape(f"files and out must be different ones, got {a}")
+    ):
+        railwave.merge_traces([a, b], f"{tmp_path}/./a.json")
     with pytest.raises(TypeError, match="files must be several files, got"):
         railwave.merge_traces(str(a), out)
     with pytest.raises(TypeError, match="files must be several files, got int 5"):
