@@ -15,11 +15,13 @@ ranks that share a host, or a GPU, fit together (`merge_traces`).
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -38,7 +40,8 @@ _CLOCK_CYCLES = 200_000  # of a GPU that is kept busy while its clock is queued 
 
 _running: Trace | None = None
 _exchanges: WeakSet[Any] = WeakSet()
-_world_now: Any = None  # the heap whose stages run: it tells PEs of several worlds apart
+# The heap whose stages this thread runs: it tells PEs of several worlds apart.
+_world_now: ContextVar[Any] = ContextVar("world_now", default=None)
 
 
 class Trace:
@@ -51,6 +54,7 @@ class Trace:
         self._clocks: dict[torch.device, tuple[Any, int]] = {}  # an event, and its time
         self._notes: dict[Any, torch.Tensor] = {}
         self._worlds: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of each heap
+        self._numbers = itertools.count()
         self._clocks_used: set[str] = set()
         self._whole = False
         self._rounds: dict[tuple[int, int], int] = {}  # packed in a phase so far, by world and PE
@@ -108,7 +112,7 @@ class Trace:
     @contextmanager
     def around(self, interpret: bool, kernel: str, scalars: dict[str, Any]) -> Iterator[None]:
         """Time a launch."""
-        world = self._world_of(_world_now)
+        world = self._world_of(_world_now.get())
         if interpret:
             began_ns = time.monotonic_ns()
             yield
@@ -141,7 +145,9 @@ class Trace:
             self.spans.append(Span("wait", word, exchange.pe, began_ns, ended_ns, details, world))
 
     def _world_of(self, heap: Any) -> int:
-        return 0 if heap is None else self._worlds.setdefault(heap, len(self._worlds))
+        if heap is not None and heap not in self._worlds:
+            self._worlds[heap] = next(self._numbers)  # another one in each thread
+        return 0 if heap is None else self._worlds[heap]
 
     def _add_stage(
         self, kernel: str, scalars: dict[str, Any], world: int, began_ns: int, ended_ns: int
@@ -247,12 +253,11 @@ def join(exchange: Any) -> None:
 @contextmanager
 def world(heap: Any) -> Iterator[None]:
     """Say whose stages are launched: PEs of several worlds have the same numbers."""
-    global _world_now
-    before, _world_now = _world_now, heap
+    before = _world_now.set(heap)
     try:
         yield
     finally:
-        _world_now = before
+        _world_now.reset(before)
 
 
 @contextmanager

@@ -5,14 +5,18 @@ Letters: N nodes, G GPUs a node.
 
 import doctest
 import errno
+import gc
 import json
 import math
 import os
 import random
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import railwave
@@ -134,6 +138,34 @@ def test_two_worlds_in_one_trace_have_tracks_of_their_own():
     assert {(span.world, span.pe) for span in trace.spans} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {event["pid"] for event in trace.events()} == {0, 1, 10_000, 10_001}
     assert not trace._notes and not trace._timed  # the worlds' memory is not kept
+
+
+def test_stages_of_two_threads_are_of_the_world_of_each():
+    """The first ends while the second still runs."""
+    taken, heaps = tracing.Trace(), [torch.nn.Module(), torch.nn.Module()]
+    inside, ended = threading.Event(), threading.Event()
+
+    def stage(pe):
+        with taken.around(True, "_put_kernel", {"me": pe}):
+            pass
+
+    def second():
+        with tracing.world(heaps[1]):
+            inside.set()
+            assert ended.wait(30)
+            stage(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        with tracing.world(heaps[0]):
+            later = pool.submit(second)
+            assert inside.wait(30)
+            stage(0)
+        ended.set()
+        later.result()
+    assert [(span.pe, span.world) for span in taken.spans] == [(0, 0), (1, 1)]
+    heaps.clear()
+    gc.collect()
+    assert not taken._worlds  # none is kept
 
 
 def test_a_summary_tells_worlds_apart_and_who_waited_for_whom():
