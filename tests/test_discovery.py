@@ -514,7 +514,23 @@ def test_gpus_that_cuda_hides_are_left_out(tree, monkeypatch):
     node = discover(tree.root)
     assert discovery.visible_rails(node, None) == tuple(range(8))
     assert discovery.visible_rails(node, " 6, 4,8,1") == (6, 4)
-    for wrong in ("MIG-1a2b", "0,GPU-1a2b", "GPU-1a2b,0"):
+    for none in (
+        "",
+        " ",
+        ",0",
+        "-1",
+        "99",
+        "0,0",
+        "1,0,1",
+        "9" * 5000,
+        "NoDevFiles",
+        "void",
+        "none",
+    ):
+        assert discovery.visible_gpus(node, none) == ()
+    for first in ("0", "0,", "0,,1", "0,x", "0,-1,1", "0,GPU-1a2b", "+0", "00", "0 1", "0,\u0661"):
+        assert discovery.visible_gpus(node, first) == (0,)
+    for wrong in ("MIG-1a2b", "x", "all", "\u0661,0"):
         with pytest.raises(ValueError, match=f"must be numbers, or UUIDs such as .*'{wrong}'"):
             discovery.visible_rails(node, wrong)
     with pytest.raises(ValueError, match=r"NVML does not say the GPUs' UUIDs .*'GPU-1a2b'"):
@@ -534,6 +550,9 @@ def test_gpus_that_cuda_hides_are_left_out(tree, monkeypatch):
         ("GPU-2,GPU-9,GPU-0", (2,)),  # none from one that there is not
         ("GPU-2,GPU-,GPU-0", (2,)),  # or that could be several
         ("GPU-2,GPU-20", ()),  # twice
+        ("GPU-2,", (2,)),
+        ("GPU-2,,GPU-0", (2,)),
+        ("GPU-2,0", (2,)),
         ("GPU-20BB", ()),
     ],
 )

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from railwave.discovery.node import Nic, Node
+
+_NO_GPUS = ("", "none", "void", "nodevfiles")
+_NUMBER = re.compile(r"[+-]?0*[0-9]{1,9}")  # of more digits than it takes, still no GPU's
 
 
 def visible_rails(node: Node, devices: str | None) -> tuple[int, ...]:
@@ -38,10 +40,10 @@ def visible_gpus(node: Node, devices: str | None) -> tuple[int, ...]:
     Args:
         devices: CUDA_VISIBLE_DEVICES: numbers, or UUIDs as far as they tell GPUs apart; None if it
             is not set. From the first that is no GPU's, or of several, none is shown, as CUDA has
-            it; none at all, if one UUID is there twice.
+            it; none at all, if one is there twice.
 
     Raises:
-        ValueError: it names GPUs by other than numbers or UUIDs, or by UUIDs that nobody knows.
+        ValueError: it begins with neither a number nor a UUID, or with a UUID that nobody knows.
 
     Example:
         >>> from railwave.discovery import Gpu, arrange
@@ -52,33 +54,42 @@ def visible_gpus(node: Node, devices: str | None) -> tuple[int, ...]:
     """
     if devices is None:
         return tuple(range(len(node.gpus)))
-    names = [name.strip() for name in devices.split(",")] if devices.strip() else []
-    if names and all(name.startswith("GPU-") for name in names):
-        return _with_uuids(node, names, devices)
-    if not all(re.fullmatch(r"-?\d+", name) for name in names):
+    first, *_ = names = [name.strip() for name in devices.split(",")]
+    if first.lower() in _NO_GPUS:
+        return ()
+    by_uuid = first.startswith("GPU-")
+    if not by_uuid and not _NUMBER.match(first):
         raise ValueError(
             "CUDA_VISIBLE_DEVICES must be numbers, or UUIDs such as GPU-1a2b, to find the GPUs' "
             f"rails, got {devices!r}: set either, or make the Topology with rail_of_gpu from "
             "railwave topo"
         )
-    return tuple(takewhile(lambda gpu: 0 <= gpu < len(node.gpus), map(int, names)))
-
-
-def _with_uuids(node: Node, names: list[str], devices: str) -> tuple[int, ...]:
-    if not all(gpu.uuid for gpu in node.gpus):
+    if by_uuid and not all(gpu.uuid for gpu in node.gpus):
         raise ValueError(
             "CUDA_VISIBLE_DEVICES must be numbers where NVML does not say the GPUs' UUIDs (pip "
             f"install nvidia-ml-py), got {devices!r}"
         )
     shown: list[int] = []
     for name in names:
-        found = [gpu.index for gpu in node.gpus if gpu.uuid.startswith(name)]
-        if len(found) != 1:
+        gpu = _of_uuid(node, name) if by_uuid else _of_number(name)
+        if not 0 <= gpu < len(node.gpus):
             break
-        if found[0] in shown:
+        if gpu in shown:
             return ()
-        shown += found
+        shown.append(gpu)
     return tuple(shown)
+
+
+def _of_number(name: str) -> int:
+    """Return the number that a text begins with, as CUDA reads it; -1 without one."""
+    found = _NUMBER.match(name)
+    return int(found[0]) if found else -1
+
+
+def _of_uuid(node: Node, name: str) -> int:
+    """Return the GPU whose UUID begins so; -1 if there is none, or several."""
+    found = [gpu.index for gpu in node.gpus if gpu.uuid.startswith(name)]
+    return found[0] if len(found) == 1 and name.startswith("GPU-") else -1
 
 
 @dataclass(frozen=True)
