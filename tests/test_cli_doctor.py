@@ -340,6 +340,24 @@ def test_gpus_that_cuda_hides_are_not_listed(gpus):
     assert "over InfiniBand: mlx5_4:1, mlx5_6:1 ->" in only(shown, "wire between nodes")[1]
 
 
+@pytest.mark.parametrize("devices", ["", "99"])
+def test_gpus_that_are_all_hidden_have_no_wire(gpus, devices):
+    hidden = replace(gpus, environment={"CUDA_VISIBLE_DEVICES": devices})
+    status, text = only(hidden, "wire between nodes")
+    assert status == OK and "none possible: CUDA_VISIBLE_DEVICES shows none of the GPUs" in text
+    assert only(replace(hidden, nodes=2), "wire between nodes")[0] == ERROR
+    assert "of 8 GPUs CUDA shows 0: no port is used ->" in only(hidden, "NICs")[1]
+    assert examine(hidden).verdict.endswith("over mapped memory")
+
+
+def test_gpus_that_only_torch_finds_have_no_wire(tree):
+    tree.nic("mlx5_0", *switch(0, 2, "00.0"))
+    machine = Machine(discover(tree.root), num_gpus=8, nodes=2)
+    status, text = only(machine, "wire between nodes")
+    assert status == ERROR and "discovery finds no GPU, so no port is given out" in text
+    assert "1 of 1 ports are active; discovery finds no GPU ->" in only(machine, "NICs")[1]
+
+
 def test_devices_that_discovery_refuses(gpus):
     for devices, said in (("MIG-1", "numbers, or UUIDs"), ("GPU-1a", "numbers where NVML")):
         environment = {"CUDA_VISIBLE_DEVICES": devices}
@@ -511,6 +529,7 @@ LIST = {"NVSHMEM_HCA_LIST": "mlx5_0:1"}
     [
         ({}, []),
         ({**MAPPING, **ON}, []),
+        ({"NVSHMEM_HCA_PE_MAPPING": "mlx5_0:1:1, mlx5_1:1:1 ,", **ON}, []),
         (MAPPING, ["NVSHMEM_HCA_PE_MAPPING has no effect without"]),
         ({**MAPPING, "NVSHMEM_ENABLE_NIC_PE_MAPPING": "0"}, ["NVSHMEM_HCA_PE_MAPPING has no"]),
         (LIST, ["NVSHMEM_HCA_LIST has no effect without"]),

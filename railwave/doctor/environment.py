@@ -64,9 +64,9 @@ def _ports(machine: Machine) -> Iterator[Finding]:
     used = [node.ports[port].label for port in node.used]
     for variable in ("NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_HCA_LIST"):
         text = machine.environment.get(variable, "")
-        if text.startswith("^"):  # those not to be used
+        if text.lstrip().startswith("^"):  # those not to be used
             continue
-        listed = [":".join(entry.split(":")[:2]) for entry in text.split(",") if entry]
+        listed = [":".join(e.strip().split(":")[:2]) for e in text.split(",") if e.strip()]
         unknown = _not_of(listed, active)
         if unknown:
             found = f"{variable} names ports that are not active: {', '.join(unknown)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from railwave.config import Config
-from railwave.discovery.node import UNKNOWN_LAYER
+from railwave.discovery.node import UNKNOWN_LAYER, Nic
 from railwave.doctor.environment import shown_gpus
 from railwave.doctor.machine import ERROR, GET_NVML, OK, WARNING, Finding, Machine
 from railwave.heap import shm
@@ -108,11 +108,13 @@ def nics(machine: Machine) -> Iterator[Finding]:
     if not machine.num_gpus:
         yield Finding("NICs", OK, f"{found}; a CPU does not use them")
         return
-    if shown is None:
+    if not node.gpus:
+        rails = "discovery finds no GPU"
+    elif shown is None:
         rails = "which GPUs CUDA shows is not known"
     elif len(shown) < len(node.gpus):
         each = ", ".join(f"GPU {gpu} rail {node.rail_of_gpu[gpu]}" for gpu in shown)
-        rails = f"of {len(node.gpus)} GPUs CUDA shows {len(shown)}: {each}"
+        rails = f"of {len(node.gpus)} GPUs CUDA shows {len(shown)}: {each or 'no port is used'}"
     else:
         rails = f"rail of each GPU: {node.rail_of_gpu}"
     yield Finding("NICs", OK, f"{found}; {rails}")
@@ -124,10 +126,19 @@ def nics(machine: Machine) -> Iterator[Finding]:
 
 def link_layer(machine: Machine) -> str:
     """Return the link layer that reaches other nodes; "" if nothing does."""
-    if _transport_is_off(machine) or not machine.node.used:
+    ports = _ports(machine)
+    if _transport_is_off(machine) or not ports:
         return ""
-    layer = machine.node.ports[machine.node.used[0]].link_layer
+    layer = ports[0].link_layer
     return {"Ethernet": "RoCE", UNKNOWN_LAYER: "an unknown link layer"}.get(layer, layer)
+
+
+def _ports(machine: Machine) -> list[Nic]:
+    """Return the ports of the GPUs that CUDA shows, of all GPUs where those cannot be told."""
+    node, shown = machine.node, shown_gpus(machine)
+    gpus = range(len(node.gpus)) if shown is None else shown
+    rails = sorted({node.rail_of_gpu[gpu] for gpu in gpus}) if node.used else []
+    return [node.ports[node.used[rail]] for rail in rails]
 
 
 def _transport_is_off(machine: Machine) -> bool:
@@ -153,15 +164,18 @@ def _between(machine: Machine) -> tuple[str, str, str]:
         found = "none: shared memory is of one host; only GPUs reach another"
         mend = "run on one node, or on GPUs that torch finds" if none == ERROR else ""
         return none, found, mend
+    if not node.gpus and any(port.state == "ACTIVE" for port in node.ports):
+        return none, "none possible: discovery finds no GPU, so no port is given out", GET_NVML
     if not node.used:
         found = f"none possible: no active InfiniBand or RoCE port, and {NO_TCP}"
         return none, found, "several nodes need a port that is up: see ibstat"
     if _transport_is_off(machine):
         found = f"none possible while NVSHMEM_REMOTE_TRANSPORT is none; {NO_TCP}"
         return none, found, "unset NVSHMEM_REMOTE_TRANSPORT for several nodes"
-    shown = shown_gpus(machine)
-    gpus = range(len(node.gpus)) if shown is None else shown
-    ports = [node.ports[node.used[r]] for r in sorted({node.rail_of_gpu[gpu] for gpu in gpus})]
+    ports = _ports(machine)
+    if not ports:
+        found = "none possible: CUDA_VISIBLE_DEVICES shows none of the GPUs that discovery finds"
+        return none, found, "railwave topo numbers them"
     found = f"NVSHMEM over {link_layer(machine)}: {', '.join(port.label for port in ports)}"
     if any(port.link_layer == UNKNOWN_LAYER for port in ports):
         return WARNING, found, "see link_layer of these ports in /sys/class/infiniband"
