@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import io
 import math
 import re
 import sys
@@ -44,7 +45,7 @@ def test_rail_shares_are_of_each_nodes_own_sum():
 def test_every_series_is_in_the_legend_and_huge_loads_are_shares():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = plot_rail_shares({"_a": [[1e308, 1e308]], "b": [[3e-320, 1e-320]]})
+        figure = plot_rail_shares({"_a": [[1e300, 1e300]], "b": [[3e-320, 1e-320]]})
     assert labels(figure) == ["_a", "b", "even: 50 %"]
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     assert heights[:2] == [50, 50] and heights[2] == pytest.approx(75, rel=1e-3)
@@ -87,6 +88,7 @@ def test_demand_numbers_all_but_the_diagonal():
         "GiB",
     )
     shown = axes.images[0].get_array()
+    assert not shown.data.diagonal().any()  # colours are scaled by what is masked, too
     assert shown.mask.tolist() == np.eye(3, dtype=bool).tolist() and shown[1, 0] == 1.5
 
 
@@ -411,6 +413,35 @@ def path_map(anchors=(), scales=Scales(rails=8), payloads_mib=(1.0,), **more):  
 def test_what_cannot_be_drawn_is_refused_by_name(draw, error, said):
     with pytest.raises(error, match=re.escape(said)):
         draw()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda most: plot_waves([(0, 1, 0, most)]),
+        lambda most: plot_waves([(0, 1, -most, most)]),
+        lambda most: plot_demand([[0, most], [1, 0]], unit="GiB"),
+        lambda most: plot_rail_shares({"a": [[most] * 8]}),
+        lambda most: compare(ROW | {"time_us": most}, ROW),
+        lambda most: compare(ROW | {"time_us": most}, bound_us=most),
+        lambda most: compare(ROW | {"time_us": most}, bound_us=1 / most),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:constrained_layout")  # of labels with 300 digits
+def test_huge_numbers_are_drawn_up_to_a_bound(draw):
+    with pytest.raises(ValueError, match=r"1e\+300.* got .*1e\+301"):
+        draw(1e301)
+    draw(1e300).savefig(io.BytesIO())
+
+
+def test_names_are_no_formulas():
+    name = "$x_{$"
+    assert labels(plot_rail_shares({name: [[1]]}))[0] == r"\$x_{\$"
+    ticks = compare(ROW | {"scheduler": name}).axes[0].get_yticklabels()
+    assert [tick.get_text() for tick in ticks] == [r"\$x_{\$"]
+    assert plot_waves([(0, 1, 0, 1)], xlabel=name).axes[0].get_xlabel() == r"\$x_{\$"
+    with pytest.raises(TypeError, match="xlabel must be a str, got NoneType None"):
+        plot_waves([(0, 1, 0, 1)], xlabel=None)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from railwave.plots.style import (
     check_number,
     check_numbers,
     check_row,
+    literal,
     said,
     set_title,
 )
 
 _BAR_HEIGHT = 0.66
 LOG_FROM = 20  # times T*: beyond, a linear axis would hide the short bars
+_LOG_TO = 1e100  # times T*, and ms: matplotlib overflows where a log axis has its ticks
 
 
 def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure:
@@ -52,7 +54,7 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
     times, shares = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_times(times, rows, bound_us)
     _draw_shares(shares, rows)
-    times.set_yticks(range(len(rows)), [row["scheduler"] for row in rows])
+    times.set_yticks(range(len(rows)), [literal(row["scheduler"], "name") for row in rows])
     times.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
     for axes in (times, shares):
         axes.spines[["top", "right"]].set_visible(False)
@@ -105,7 +107,7 @@ def _draw_times(axes: Axes, rows: Any, bound_us: float) -> None:
     )
     axes.set_xlabel("time (ms), and speedup over native")
     longest = max(*times_ms, bound_ms)
-    if bound_ms and longest > LOG_FROM * bound_ms:
+    if LOG_FROM * bound_ms < longest < _LOG_TO * min(bound_ms, 1):
         axes.set_xscale("log")
         axes.set_xlabel("time (ms, log scale), and speedup over native")
         axes.set_xlim(bound_ms / 2, bound_ms * (longest / bound_ms) ** 1.4)

@@ -40,6 +40,7 @@ def plot_demand(demand: Any, *, unit: str = "records", title: str = "") -> Figur
     num_nodes = len(table)
     if table.shape[1] != num_nodes:
         raise ValueError(f"demand must be of shape (N, N), got {table.shape}")
+    np.fill_diagonal(table, 0)  # of the copy: colours are scaled by what is masked, too
     shown = np.ma.masked_array(table, np.eye(num_nodes, dtype=bool))
     numbered = num_nodes <= MAX_TICKS
     side = min(9.0, 1.6 + 0.55 * num_nodes)

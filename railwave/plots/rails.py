@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from railwave.plots.style import EVEN, MAX_LANES, MAX_TICKS, SERIES, check_table, set_title
+from railwave.plots.style import EVEN, MAX_LANES, MAX_TICKS, SERIES, check_table, literal, set_title
 
 _PER_LINE = 4  # panels
 
@@ -70,13 +70,13 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
         frameon=False,
     )
     for text, name in zip(legend.get_texts(), names, strict=True):
-        text.set_text(name)
+        text.set_text(literal(str(name), "name"))
     set_title(figure, title)
     return figure
 
 
 def _percent(table: np.ndarray) -> np.ndarray:
-    """Return what part of its row's sum each entry is; of numbers whose sum is infinite, too.
+    """Return what part of its row's sum each entry is, however small or large they are.
 
     Example:
         >>> _percent(np.array([[1e308, 1e308], [0, 0]])).tolist()

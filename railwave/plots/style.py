@@ -21,6 +21,7 @@ PATH = {
 # Nodes as senders: each of the others must stand out beside its neighbours.
 NODE = (BAR, "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 MAX_TICKS = 16  # rails or nodes that there is room to number
+MOST = 1e300  # beyond, matplotlib's own sums are infinite
 MAX_LANES = 128  # lanes or panels that can be told apart, and drawn in seconds
 
 
@@ -30,11 +31,23 @@ def set_title(figure: Figure, title: str) -> None:
     Raises:
         TypeError: it is no text.
     """
-    if not isinstance(title, str):
-        raise TypeError(f"title must be a str, got {said(title)}")
-    if title:
-        literal = title.replace("$", r"\$")  # a file's name is no formula
-        figure.suptitle(literal, x=0.01, ha="left", fontsize="medium")
+    if text := literal(title, "title"):
+        figure.suptitle(text, x=0.01, ha="left", fontsize="medium")
+
+
+def literal(text: Any, name: str) -> str:
+    """Return a text that matplotlib takes for no formula: a file's name, for example.
+
+    Raises:
+        TypeError: it is no text.
+
+    Example:
+        >>> print(literal("a $b", "title"))
+        a \\$b
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, got {said(text)}")
+    return text.replace("$", r"\$")
 
 
 def node_colour(node: int) -> str:
@@ -48,7 +61,7 @@ def node_colour(node: int) -> str:
 
 
 def check_table(value: Any, name: str) -> np.ndarray:
-    """Return a non-empty table of finite numbers of at least 0 as float64.
+    """Return a non-empty table of numbers from 0 to `MOST` as float64.
 
     Raises:
         TypeError: it holds no real numbers.
@@ -66,15 +79,17 @@ def check_table(value: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name} must be a table of real numbers: {error}") from None
     if table.ndim != 2 or not table.size:
         raise ValueError(f"{name} must have 2 non-empty dimensions, got shape {table.shape}")
-    wrong = ~(np.isfinite(table) & (table >= 0))
+    wrong = ~((table >= 0) & (table <= MOST))
     for place in np.argwhere(wrong)[:1].tolist():
         got = table[tuple(place)]
-        raise ValueError(f"{name} must be finite and at least 0, got {got} at {tuple(place)}")
+        raise ValueError(
+            f"{name} must be finite, at most {MOST:g} and at least 0, got {got} at {tuple(place)}"
+        )
     return table
 
 
 def check_number(value: Any, name: str, *, least: float = -math.inf) -> float:
-    """Return a finite number of at least so much.
+    """Return a finite number of at least so much, and within `MOST`.
 
     Raises:
         TypeError: it is no number.
@@ -89,6 +104,8 @@ def check_number(value: Any, name: str, *, least: float = -math.inf) -> float:
     if not (math.isfinite(number) and number >= least):
         bound = "" if least == -math.inf else f" and at least {least:g}"
         raise ValueError(f"{name} must be finite{bound}, got {number}")
+    if abs(number) > MOST:
+        raise ValueError(f"{name} must be within {MOST:g} of 0 to be drawn, got {number}")
     return number
 
 

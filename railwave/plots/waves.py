@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from railwave._check import check_positive_int
-from railwave.plots.style import EVEN, MAX_LANES, check_row, node_colour, set_title
+from railwave.plots.style import EVEN, MAX_LANES, MOST, check_row, literal, node_colour, set_title
 
 _LANE = 0.84  # of the height between two receivers
 _LEAST_LABELLED = 0.035  # of the axis: a shorter bar has no room for its number
@@ -45,7 +45,7 @@ def plot_waves(
         Figure; `figure.savefig(...)` writes it.
 
     Raises:
-        TypeError: spans are no transfers, or nodes is no int.
+        TypeError: spans are no transfers, nodes is no int, or xlabel no str.
         ValueError: no spans, a node outside [0, N) or equal to its peer, an end before its begin,
             or more nodes than can be told apart.
 
@@ -72,7 +72,7 @@ def plot_waves(
         _draw_lane(axes, receiver, [span for span in checked if span[1] == receiver], close)
     axes.set_ylim(num_nodes - 0.5, -0.5)  # node 0 on top
     axes.set_yticks(range(num_nodes), [f"to node {node}" for node in range(num_nodes)])
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel(literal(xlabel, "xlabel"))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     senders = sorted({source for source, *_ in checked})
@@ -144,10 +144,10 @@ def _checked(spans: Any, nodes: int | None) -> list[Span]:
                 f"spans[{number}] must be between two nodes of {nodes or 'any number'}, got "
                 f"({source}, {destination})"
             )
-        if not (math.isfinite(begin_f) and begin_f <= end_f < math.inf):
+        if not -MOST <= begin_f <= end_f <= MOST:
             raise ValueError(
-                f"spans[{number}] must be finite and end no sooner than it begins, got "
-                f"{begin} to {end}"
+                f"spans[{number}] must be finite, within {MOST:g} of 0, and end no sooner than it "
+                f"begins, got {begin} to {end}"
             )
         checked.append((int(s), int(d), begin_f, end_f))
     if not checked:
