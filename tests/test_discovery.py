@@ -793,6 +793,8 @@ def test_odd_entries_of_sysfs_are_left_out(tree):
     node = discover(tree.root)
     assert [port.label for port in node.ports] == ["mlx5_0:1"]
     assert node.rail_of_gpu == (0,) and node.ports[0].rate_text == "?"
+    (device / "ports/1/link_layer").write_text("\x1b[31mEther\nnet\u202e\n")
+    assert discover(tree.root).ports[0].link_layer == "[31mEthernet"
     (device / "ports/1/link_layer").unlink()
     assert discover(tree.root).ports[0].link_layer == "unknown"
     (device / "ports/1/state").write_bytes(b"4: ACT\xff")

@@ -175,7 +175,9 @@ def _numa(device: Path) -> int:
 
 
 def _read(file: Path) -> str:
+    """Return a file's text, "" if there is none; what a terminal would obey is left out."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+    return "".join(filter(str.isprintable, text))
