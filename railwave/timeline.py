@@ -120,11 +120,12 @@ class Summary:
         tables = {"stage": self.stages, "waited for word": self.waits, "waited for rank": ranks}
         if len({pair[:-1] for pair in self.waits_between}) > 1:  # else all are of the one rank
             tables["rank waited for"] = _longest(pairs)
+        wide = max(20, 1 + max((len(name) for of in tables.values() for name in of), default=0))
         lines = []
         for head, of in tables.items():
             if of:
-                lines.append(f"{head:<20}{'us':>8}")
-                lines += [f"{name:<20}{us:>8.0f}" for name, us in of.items()]
+                lines.append(f"{head:<{wide}}{'us':>8}")
+                lines += [f"{name:<{wide}}{us:>8.0f}" for name, us in of.items()]
         return "\n".join(lines)
 
 

@@ -187,6 +187,8 @@ def test_a_summary_tells_worlds_apart_and_who_waited_for_whom():
         *("world 0: 0 for 1 5", "world 1: 0 for 1 4", "world 0: 2 for 1 1"),
     ]
     assert "0 for 1" not in str(summary(waits[:1]))  # all waits are of the one rank
+    long = str(summary([(0, 0, 1, 1), (10**12, 1, 10, 10**6)])).splitlines()
+    assert len({len(line) for line in long}) == 1 and f"world {10**12}: 1 for 10 " in long[-2]
     many = str(summary([(0, pe, 20, 1) for pe in range(13)])).splitlines()
     assert len(many) == 2 + 2 + 1 + 10 + 1 and many[-1].split() == ["3", "more", "3"]
 
