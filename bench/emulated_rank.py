@@ -30,7 +30,7 @@ from railwave.stats import Put, Stats
 STATIC = {"static_shapes": True, "out": "view"}
 FAST_NIC_GBS = 1e6  # so fast that a slot takes a nanosecond: what is left is the data path's own
 WARM_UPS = 5
-LINE_UP_CYCLES = 5_000_000  # of a GPU: about 2.5 ms
+LINE_UP_CYCLES = 20_000_000  # of a GPU: about 10 ms
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,30 @@ class Times:
     # From when the last rank begins the first call to the first put of any: before a byte leaves.
     before_us: list[float]
     most_out: int  # grants that a rank had out at once, at most; 0 on other paths than granted
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Hold a plan's calls that have been launched; to be read once the GPU has run them."""
+
+    began: Any
+    ended: Any
+    stamped: list[torch.Tensor]  # (call and 2 phases, 2 ends, 2) int64 of each call
+    grants: torch.Tensor | None  # how many a rank had out at once, by rail
+
+    def us(self) -> float:
+        """Return the time from the first call to the last result."""
+        if isinstance(self.began, float):
+            return (self.ended - self.began) * 1e6
+        return self.began.elapsed_time(self.ended) * 1e3
+
+    def ends(self) -> list[Any]:
+        """Return the stamps: (calls, call and 2 phases, 2 ends) nanoseconds."""
+        return [stamps[..., 0].tolist() for stamps in self.stamped]
+
+    def most_out(self) -> int:
+        """Return the most grants that this rank had out at once; 0 on other paths."""
+        return 0 if self.grants is None else int(self.grants.max())
 
 
 class Stamps:
@@ -242,15 +266,21 @@ class Rank:
         nothing = torch.full_like(self.topk[0], -1)
         warm_ups = self.warm_ups if warm_ups is None else warm_ups
         for turn in range(warm_ups + samples):
-            for k in range(len(plans)):
-                i = (turn + k) % len(plans)
-                us, stamps = self._once(
-                    plans[i], routed[i], nothing, (run or {}).get(plans[i].method)
-                )
+            barrier(self.device)
+            if self.on_gpu:  # it waits until every rank has launched, however many share a core
+                torch.cuda._sleep(LINE_UP_CYCLES)
+            order = [(turn + k) % len(plans) for k in range(len(plans))]
+            launched = [
+                self._once(plans[i], routed[i], nothing, (run or {}).get(plans[i].method))
+                for i in order
+            ]
+            if self.on_gpu:
+                rest()
+            for i, sample in zip(order, launched, strict=True):
                 if turn >= warm_ups:
-                    whole[i].append(us)
-                    ends[i].append(stamps)
-                    most_out[i] = max(most_out[i], self._most_out(plans[i].path))
+                    whole[i].append(sample.us())
+                    ends[i].append(sample.ends())
+                    most_out[i] = max(most_out[i], sample.most_out())
         self.rw.check()
         by_rank = gather((whole, ends, most_out))
         return [
@@ -263,35 +293,29 @@ class Rank:
             for i in range(len(plans))
         ]
 
-    def _most_out(self, path: str) -> int:
-        """Return the most grants that this rank had out at once in its last call."""
-        row = self.exchange.kernels.granted.MOST_OUT.value
-        return int(self.exchange.grants[row].max()) if path == "granted" else 0
-
     def _once(
         self, plan: Plan, routed: list[torch.Tensor], nothing: torch.Tensor, first: Any
-    ) -> tuple[float, list]:
-        """Run a plan's calls once; on a GPU after an empty call, whose end lines the ranks up.
+    ) -> Sample:
+        """Run a plan's calls once; on a GPU launch them, after an empty call whose end lines up.
 
-        Before it the GPU waits, until every rank has launched all of this, however many share a
-        core.
+        What a later plan of the path writes over is copied behind them.
         """
         runs = [self.run[plan.path, i] for i in range(len(routed))]
         if first:
             runs[0] = first
-        self.topk[0].copy_(nothing)
-        barrier(self.device)
         if self.on_gpu:
-            torch.cuda._sleep(LINE_UP_CYCLES)
+            self.topk[0].copy_(nothing)
             self.run[plan.path, 0]()
         for i, ids in enumerate(routed):
             self.topk[i].copy_(ids)
         began = self._mark()
         for run in runs:
             run()
-        us = self._since_us(began)
-        stamped = [self.stamped[plan.path, i].tolist() for i in range(len(routed))]
-        return us, [[[end[0] for end in phase] for phase in call] for call in stamped]
+        ended = self._mark()
+        stamped = [self.stamped[plan.path, i].clone() for i in range(len(routed))]
+        row = self.exchange.kernels.granted.MOST_OUT.value
+        grants = self.exchange.grants[row].clone() if plan.path == "granted" else None
+        return Sample(began, ended, stamped, grants)
 
     def _mark(self) -> Any:
         if not self.on_gpu:
@@ -299,13 +323,6 @@ class Rank:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _since_us(self, began: Any) -> float:
-        if not self.on_gpu:
-            return (time.perf_counter() - began) * 1e6
-        ended = self._mark()
-        rest()
-        return began.elapsed_time(ended) * 1e3
 
     def shares(self, plan: Plan) -> dict[str, list[float]]:
         """Run a plan's calls once; return each NIC position's part of what was put and received."""

@@ -156,6 +156,7 @@ class Communicator:
         self._name = f"communicator {next(_numbers)}"
         compiled.runners[self._name] = self
         self._on_gpu = self.config.device.type == "cuda"
+        self._turns = Turns(self.config.device)
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
         with torch.inference_mode(False), self.config.device, self.config.on_device():
@@ -165,7 +166,7 @@ class Communicator:
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
                 self._meeting = Meeting(self._exchange, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
-                self._turns, self._watch = Turns(self.config.device), Watch(self._exchange)
+                self._watch = Watch(self._exchange)
                 self._recorded = Recorded(self._exchange, self._turns)
                 if self._on_gpu:
                     self._meeting.rehearse()
