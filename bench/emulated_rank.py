@@ -37,7 +37,7 @@ LINE_UP_CYCLES = 20_000_000  # of a GPU: about 10 ms
 class Sizes:
     """What a world is made for."""
 
-    tokens: int  # at most of a rank, sent or received
+    tokens: int  # the most that a rank sends or receives in a call
     hidden: int
     deadline_s: float = 120.0
 
@@ -150,7 +150,7 @@ class Rank:
         device: torch.device,
         most_calls: dict[str, int],
     ) -> None:
-        """Prepare calls.
+        """Make the communicator and capture the calls.
 
         Args:
             sent: (W,), the most tokens that each rank sends in a call.
@@ -239,8 +239,12 @@ class Rank:
         """Return (T, 1) expert ids, here ranks, of what this rank sends; -1 for the rest."""
         row = torch.from_numpy(call[self.rank].copy())
         ids = torch.arange(len(row)).repeat_interleave(row)
-        if len(ids) > len(self.x) or int(call.sum(axis=0).max()) > self.sizes.tokens:
-            raise ValueError(f"--tokens must be at least {max(len(ids), int(call.sum(0).max()))}")
+        most = int(call.sum(axis=0).max())
+        if most > self.sizes.tokens:
+            raise ValueError(
+                f"--tokens must be at least {most}, the most rows that a rank receives, got "
+                f"{self.sizes.tokens}"
+            )
         rest = torch.full((len(self.x) - len(ids),), -1)
         return torch.cat([ids, rest]).view(-1, 1).to(self.device)
 

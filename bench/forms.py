@@ -149,10 +149,11 @@ class World:
             for path in self.options.paths:
                 host = {"form": "static", "phase": "launch a dispatch, host", "path": path}
                 repeats = self.rw._recorded.repeats["dispatch"]
-                for calls, samples_us in self._host(batch, path).items():
-                    yield {**about, **host, "calls": calls, **summary(samples_us)}
+                measured = self._host(batch, path)
                 if self.rw._recorded.repeats["dispatch"] == repeats:
                     raise RuntimeError(f"{path}: launches were not repeated")
+                for calls, samples_us in measured.items():
+                    yield {**about, **host, "calls": calls, **summary(samples_us)}
         for form, make in (("traced", self._traced), ("shares", self._stages)):
             for path in self.options.paths if self.on_gpu and form in forms else ():
                 yield from ({**about, **line} for line in make(batch, path))
@@ -333,7 +334,7 @@ class World:
     def _host(self, batch: Batch, path: str) -> dict[str, list[float]]:
         """Time the call of a dispatch alone, at the slowest PE, in microseconds.
 
-        After a pause, in which the processor slept; and on and on, ahead of the GPU.
+        After a barrier, from an idle process; and back to back, ahead of the GPU.
         """
         steps = self._pair(batch, path, **STATIC)
 
@@ -342,11 +343,11 @@ class World:
             steps["dispatch"]()
             return (time.perf_counter() - began_s) * 1e6
 
-        times: dict[str, list[float]] = {"after a pause": [], "on and on": []}
+        times: dict[str, list[float]] = {"after a barrier": [], "back to back": []}
         for name, found in times.items():
             for turn in range(HOST_SAMPLES + WARM_UPS):
                 # A GPU takes about a thousand launches ahead, then the host waits for it.
-                if name == "after a pause" or turn % 10 == 0:
+                if name == "after a barrier" or turn % 10 == 0:
                     barrier(self.device)
                 found.append(timed())
                 steps["combine"]()

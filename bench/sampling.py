@@ -19,7 +19,7 @@ Step = Callable[[], Any]
 class Timed:
     """What is run at once, and timed step by step."""
 
-    about: dict[str, Any]  # path and form
+    about: dict[str, Any]  # columns of the row: path, form, launches, dtype
     steps: dict[str, Step]  # by phase, in order
     floor: str = ""  # which floor it is held against: "copied", "view", "fp8", or none
 

@@ -63,7 +63,7 @@ from railwave.meeting import Meeting
 from railwave.recorded import Recorded
 from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
-from railwave.turns import Turns, alone, record
+from railwave.turns import Turns, one_at_a_time, record
 from railwave.watch import AFTER, Watch, raise_failure
 
 _numbers = itertools.count()
@@ -303,7 +303,7 @@ class Communicator:
                 every rank.
             PeerTimeoutError: another rank did not come in time; `reset` before going on.
             RuntimeError: a CUDA graph is being captured, without static shapes or for the first
-                time.
+                time; or another thread is in a call of this object.
 
         With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and all
         need `reset` before they go on: the one that is wrong, too.
@@ -371,7 +371,7 @@ class Communicator:
             grads=grads,
         )
 
-    @alone
+    @one_at_a_time
     def _dispatch(
         self,
         x: torch.Tensor,
@@ -390,7 +390,8 @@ class Communicator:
             form: as of `check_call` and `check_repeat`.
         """
         self._check_usable()
-        extras, grads = form.get("extras", ()), form.get("grads", "")
+        extras, grads = form.get("extras"), form.get("grads", "")
+        extras = form["extras"] = () if extras is None else extras
         static_shapes = form.get("static_shapes") is True
         static = handle.static_shapes if isinstance(handle, Handle) else static_shapes
         decided_there = self._exchange.device_decides(static)
@@ -423,9 +424,8 @@ class Communicator:
                 return self._refuse("dispatch", error, decided_there)
             if handle is not None:
                 self._keep_beside(handle, capturing)
-            if (
-                kind is not None
-            ):  # what kernels read: made before, since launches alone are repeated
+            # Kernels read these; they are made before, since only launches are repeated.
+            if kind is not None:
                 given = (call.joined, call.topk_idx, call.topk_weights)
             stages = dispatch(self._exchange, call)
             said = say_call(call, grads)
@@ -523,7 +523,7 @@ class Communicator:
             return compiled.uncompiled(self.combine_weights, topk_weights, handle, stream=stream)
         return self._combine(topk_weights, handle, stream=stream, of_weights=True)
 
-    @alone
+    @one_at_a_time
     def _combine(
         self,
         out: torch.Tensor,
@@ -743,7 +743,7 @@ class Communicator:
         self._broken, self._finished = False, self._exchange.epoch
         self._watch.went_well()
 
-    @alone
+    @one_at_a_time
     def reset(self) -> int:
         """Make the object usable after a `PeerTimeoutError` or an interrupt. All ranks call it.
 
@@ -768,7 +768,7 @@ class Communicator:
         self._broken, self._finished = False, finished
         return finished
 
-    @alone
+    @one_at_a_time
     def close(self) -> None:
         """Give the shared memory back. Not collective; nothing works afterwards."""
         if not self._closed:

@@ -35,6 +35,7 @@ class _Dispatch(NamedTuple):
     whole: dict[str, int]  # of its `Received`, and counts: pieces
     parts: dict[str, View]  # of its `Received`: of pieces
     rows: list[View]  # x and extras: of pieces, unless they are views of the region
+    # Region, shape, stride and offset of x and extras, if they are such views.
     where_rows_arrive: list[tuple[torch.Tensor, Any, Any, int]]
 
 

@@ -239,9 +239,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return what views of one tensor have alike: its memory; empty ones what they are.
+    """Return what a tensor shares with its views: its storage's address; if empty, what it is.
 
-    An operator's result is not the object that its caller gets.
+    Not its identity: an operator's caller gets another object.
     """
     if tensor.numel():
         return tensor.untyped_storage().data_ptr()

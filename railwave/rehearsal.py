@@ -18,7 +18,7 @@ import torch
 
 from railwave.arguments import SUMMABLE, check_call
 from railwave.exchange import PLAIN, Exchange, Options, Stages, combine, dispatch, refuse
-from railwave.exchange.words import as_words, join_words
+from railwave.exchange.words import as_words, words_of
 from railwave.handle import Call, Handle
 from railwave.heap import Gather, together
 
@@ -68,8 +68,7 @@ class Rehearsal:
         if call.path == "auto":
             for path in self._exchange.config.paths:
                 self.dispatch(replace(call, path=path))
-        words = join_words(call.parts) if call.joined is None else call.joined
-        kind = (call.path, call.fmt, call.view, _aligned(words))
+        kind = (call.path, call.fmt, call.view, _aligned(words_of(call)))
         places = call.again and call.again.places
         kind += (call.alignment > 0, call.zero_padding and call.alignment > 1)
         kind += (places is not None and places.shape[1],)

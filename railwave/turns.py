@@ -64,7 +64,7 @@ class Turns:
             yield capturing
 
 
-def alone(call: Callable[..., Any]) -> Callable[..., Any]:
+def one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
     """Let one thread at a time into some methods of an object with `Turns`.
 
     Raises:

@@ -24,7 +24,7 @@ import torch
 from railwave.config import BALANCED, Round
 from railwave.exchange.granted import granted
 from railwave.exchange.pe import Exchange, Stages, Waits
-from railwave.exchange.words import from_words, join_words, part_of, part_starts, payload_bytes
+from railwave.exchange.words import from_words, part_of, part_starts, payload_bytes, words_of
 from railwave.handle import Call, Handle, Received
 from railwave.sched import Decision
 
@@ -244,8 +244,7 @@ class Moves:
     @cached_property
     def _tokens(self) -> Any:
         """Hold the call's tensors as kernels take them; a copy of x where it must be."""
-        call = self.call
-        words = join_words(call.parts) if call.joined is None else call.joined
+        call, words = self.call, words_of(self.call)
         if call.again:
             return self.pe.kernels.pack.Tokens(words, words, words.view(torch.float32))
         return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from railwave.handle import Call
 from railwave.kernels.shape import padded
 
 
@@ -51,6 +52,11 @@ def join_words(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if filled < end:
             joined[:, filled:end] = 0
     return joined
+
+
+def words_of(call: Call) -> torch.Tensor:
+    """Return what kernels read of a call's x and extras: (T, words) int32."""
+    return join_words(call.parts) if call.joined is None else call.joined
 
 
 def part_starts(parts: Sequence[torch.Tensor]) -> list[int]:
