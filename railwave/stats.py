@@ -1,6 +1,6 @@
 """What a dispatch and its combine put on the rails: as planned, and as the wire kernels counted.
 
-Letters: N nodes, G GPUs a node.
+Letters: N nodes, G GPUs a node, R rails.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from railwave.config import WAVES
 
@@ -41,6 +43,8 @@ class Stats:
         ...                Put("dispatch", 0, 1, 1, 1, 1, 6, 192, 192)))
         >>> stats.rail_share(), stats.rail_share(planned=True)
         ({0: 0.25, 1: 0.75}, {0: 0.25, 1: 0.75})
+        >>> stats.rail_bytes().tolist()
+        [[64, 192], [0, 0]]
         >>> stats.to_dict()["put_bytes"]
         [64, 192]
     """
@@ -76,8 +80,7 @@ class Stats:
         sources = {row.source for row in self.rows}
         if source is not None and source not in sources:
             raise ValueError(f"source must be one of the nodes {sorted(sources)}, got {source!r}")
-        if phase not in PHASES:
-            raise ValueError(f"phase must be dispatch or combine, got {phase!r}")
+        _check_phase(phase)
         by_rail: dict[int, int] = {}
         for row in self.rows:
             if row.phase == phase and source in (None, row.source):
@@ -85,6 +88,28 @@ class Stats:
                 by_rail[row.rail] = by_rail.get(row.rail, 0) + put
         total = sum(by_rail.values())
         return {rail: put / total if total else 0.0 for rail, put in sorted(by_rail.items())}
+
+    def rail_bytes(self, *, phase: str = "dispatch", planned: bool = False) -> torch.Tensor:
+        """Return (N, R) int64: bytes that each node put on each rail, as `plot_rail_shares` takes.
+
+        N and R are of the nodes and rails that these rows name: of a single rank's, other rails
+        are zeros or left out.
+
+        Args:
+            phase: dispatch or combine.
+            planned: the bytes planned instead.
+
+        Raises:
+            ValueError: phase is neither.
+        """
+        _check_phase(phase)
+        num_nodes = max((max(row.source, row.destination) + 1 for row in self.rows), default=0)
+        num_rails = max((row.rail + 1 for row in self.rows), default=0)
+        table = torch.zeros(num_nodes, num_rails, dtype=torch.int64, device="cpu")
+        for row in self.rows:
+            if row.phase == phase:
+                table[row.source, row.rail] += row.planned_bytes if planned else row.put_bytes
+        return table
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Return the rows as columns."""
@@ -99,6 +124,11 @@ class Stats:
         import pandas
 
         return pandas.DataFrame([asdict(row) for row in self.rows], columns=[*_NAMES])
+
+
+def _check_phase(phase: str) -> None:
+    if phase not in PHASES:
+        raise ValueError(f"phase must be dispatch or combine, got {phase!r}")
 
 
 _FIELDS = fields(Put)

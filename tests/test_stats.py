@@ -54,6 +54,9 @@ def test_what_is_counted_is_what_was_planned(_, N, G, staging, path, static, aga
     first = of_all(received)
     assert {row.phase for row in first.rows} <= {"dispatch"}
     assert torch.equal(by_slice(first.rows, world.config.topo), world.traffic.put_bytes)
+    if N > 1:
+        assert torch.equal(first.rail_bytes(), world.traffic.rail_bytes())
+        assert torch.equal(first.rail_bytes(planned=True), first.rail_bytes())
     for _ in range(2):  # the later combine replaces the earlier one
         outs = [torch.zeros(len(r.x), 8, device=DEVICE).bfloat16() for r in received]
         world.combine(outs, [r.handle for r in received])
@@ -61,6 +64,7 @@ def test_what_is_counted_is_what_was_planned(_, N, G, staging, path, static, aga
     assert [row for row in both.rows if row.phase == "dispatch"] == list(first.rows)
     combined = [row for row in both.rows if row.phase == "combine"]
     assert torch.equal(by_slice(combined, world.config.topo), world.traffic.put_bytes)
+    assert N == 1 or torch.equal(both.rail_bytes(phase="combine"), world.traffic.rail_bytes())
     assert len(both.rows) == 2 * N * G * (N - 1)
     for row in both.rows:
         assert row.put_bytes == row.planned_bytes
@@ -84,6 +88,9 @@ def test_shares_and_tables():
     assert balanced.rail_share(phase="combine") == {}
     with pytest.raises(ValueError, match=re.escape("phase must be dispatch or combine, got 'x'")):
         balanced.rail_share(phase="x")
+    with pytest.raises(ValueError, match=re.escape("phase must be dispatch or combine, got 'x'")):
+        balanced.rail_bytes(phase="x")
+    assert not balanced.rail_bytes(phase="combine").any() and Stats(()).rail_bytes().shape == (0, 0)
     with pytest.raises(ValueError, match=r"source must be one of the nodes \[0, 1\], got 5"):
         balanced.rail_share(5)
     with pytest.raises(TypeError, match="several must be Stats, got int"):

@@ -19,8 +19,9 @@ def plot_rail_shares(loads: Mapping[str, Any], *, title: str = "") -> Figure:
 
     Args:
         loads: by name, such as native and joint, (N, R) bytes or records that each node puts on
-            each rail: `Traffic.rail_bytes()`, `Result.sent_bytes`, or quotas summed. At most 6; the
-            first is drawn in grey. A node's shares are of its own sum, zeros if it sends nothing.
+            each rail: `Stats.rail_bytes()`, `Traffic.rail_bytes()`, `Result.sent_bytes`, or quotas
+            summed. At most 6; the first is drawn in grey. A node's shares are of its own sum, zeros
+            if it sends nothing.
         title: a line above.
 
     Returns:
