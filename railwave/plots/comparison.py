@@ -31,8 +31,9 @@ def plot_comparison(comparison: Mapping[str, Any], *, title: str = "") -> Figure
     """Draw each scheduler's time beside T*, and its rails' shares of the bytes sent.
 
     Args:
-        comparison: what `Comparison.to_json` returns, or the file of `railwave simulate --json`:
-            "bound_us" and, in "rows", "scheduler", "time_us", "speedup" and "rail_share" (R,).
+        comparison: what `Comparison.to_json` returns, or `json.load` of a file that `railwave
+            simulate --json` wrote: "bound_us" and, in "rows", "scheduler", "time_us", "speedup" and
+            "rail_share" (R,).
         title: a line above.
 
     Returns:
