@@ -16,6 +16,7 @@ FIRST = {
 # Tracks of a PE: what overlaps in time has tracks of its own, since a track shows what is nested.
 _PHASES, _GRANTS, _STAGES, _WAITS = 1, 2, 100, 200
 _MOST_PAIRS = 10  # lines of a summary about who waited for whom
+_HEADING = "microseconds, summed over PEs"  # of a summary
 _PES = 10_000  # more than there are in a world: the next world's come after
 
 
@@ -83,6 +84,7 @@ class Summary:
             >>> print(Summary.of([Span("stage", "put", 0, 0, 3000),
             ...                   Span("wait", "grant", 0, 500, 2500, {"for rank": 3}),
             ...                   Span("wait", "grant", 1, 500, 1500, {"for rank": 3})]))
+            microseconds, summed over PEs
             stage                     us
             put                        3
             waited for word           us
@@ -121,7 +123,7 @@ class Summary:
         if len({pair[:-1] for pair in self.waits_between}) > 1:  # else all are of the one rank
             tables["rank waited for"] = _longest(pairs)
         wide = max(20, 1 + max((len(name) for of in tables.values() for name in of), default=0))
-        lines = []
+        lines = [_HEADING] if self.stages or self.waits else []
         for head, of in tables.items():
             if of:
                 lines.append(f"{head:<{wide}}{'us':>8}")

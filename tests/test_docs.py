@@ -250,6 +250,14 @@ def test_the_batch_file_starts_the_launch_file_on_each_node(tmp_path):
         assert line.endswith("docs/launch/with_rails.py mine.py a b")
 
 
+def test_the_stages_of_a_trace_are_listed():
+    text = TEXTS["timeline.md"].partition("### Words and stages")[2]
+    kernels = "".join(path.read_text("utf-8") for path in ROOT.glob("railwave/kernels/*.py"))
+    stages = set(re.findall(r"^def _(\w+)_kernel\(", kernels, re.M)) - {"occupy", "stamp"}  # alone
+    firsts = " ".join(re.findall(r"^\| ([a-z_,; ]+) \|", text, re.M))
+    assert len(stages) > 20 and stages <= set(re.split("[,; ]+", firsts))
+
+
 def test_the_table_s_fields_are_listed():
     table = json.loads((ROOT / "examples" / "cost_table_paper.json").read_text("utf-8"))
     text = TEXTS["calibration.md"]

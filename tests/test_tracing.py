@@ -182,15 +182,16 @@ def test_a_summary_tells_worlds_apart_and_who_waited_for_whom():
     assert two.waited_for == {(0, 1): 6, (1, 1): 4}
     assert two.waits_between == {(0, 0, 1): 5, (1, 0, 1): 4, (0, 2, 1): 1}
     said = [" ".join(line.split()) for line in str(two).splitlines()]
-    assert said[2:] == [
+    assert said[0] == "microseconds, summed over PEs" and str(summary([])) == ""
+    assert said[3:] == [
         *("waited for rank us", "world 0: 1 6", "world 1: 1 4", "rank waited for us"),
         *("world 0: 0 for 1 5", "world 1: 0 for 1 4", "world 0: 2 for 1 1"),
     ]
     assert "0 for 1" not in str(summary(waits[:1]))  # all waits are of the one rank
-    long = str(summary([(0, 0, 1, 1), (10**12, 1, 10, 10**6)])).splitlines()
+    long = str(summary([(0, 0, 1, 1), (10**12, 1, 10, 10**6)])).splitlines()[1:]
     assert len({len(line) for line in long}) == 1 and f"world {10**12}: 1 for 10 " in long[-2]
     many = str(summary([(0, pe, 20, 1) for pe in range(13)])).splitlines()
-    assert len(many) == 2 + 2 + 1 + 10 + 1 and many[-1].split() == ["3", "more", "3"]
+    assert len(many) == 1 + 2 + 2 + 1 + 10 + 1 and many[-1].split() == ["3", "more", "3"]
 
 
 def test_a_trace_says_nothing_before_it_is_whole(tmp_path):
