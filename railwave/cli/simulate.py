@@ -210,11 +210,16 @@ def _run(args: argparse.Namespace) -> int:
     if picture is not None:
         write_file(args.plot, picture)
     print(title)
-    print(f"{comparison.sent_bytes:,} bytes between nodes, T* {comparison.bound_us:,.1f} us")
-    for note in _notes(args, comparison, cluster.topo, windows):
-        print(note)
-    print()
-    print_comparison(comparison)
+    if comparison.sent_bytes:
+        print(f"{comparison.sent_bytes:,} bytes between nodes, T* {comparison.bound_us:,.1f} us")
+        for note in _notes(args, comparison, cluster.topo, windows):
+            print(note)
+        print()
+        print_comparison(comparison)
+    else:
+        print("nothing is sent between nodes: there is nothing to compare")
+    if picture is not None:
+        print(f"the picture is in {args.plot}")
     return 0
 
 
@@ -447,8 +452,6 @@ def _notes(
     empty = sum(not gpus for gpus in topo.gpus_of_rail)
     if empty:
         notes.append(f"{empty} of {topo.rails_per_node} rails have no GPU: they carry nothing")
-    if not comparison.sent_bytes:
-        notes.append("nothing is sent between nodes: there is nothing to compare")
     return notes
 
 
