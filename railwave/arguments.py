@@ -154,7 +154,7 @@ def check_call(
             "ranks send: dispatch once without static shapes and take handle.path"
         )
     if not isinstance(path, str) or path not in config.accepted_paths:
-        hint = "; auto needs a cost_table" if path == "auto" else ""
+        hint = "" if config.cost_table else "; auto needs a cost_table"
         raise ValueError(
             f"path must be one of {', '.join(config.accepted_paths)}, got {path!r}{hint}"
         )

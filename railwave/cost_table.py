@@ -76,14 +76,13 @@ class CostTable:
         names = sorted({*self.fingerprint, *fingerprint})
         differ = [n for n in names if self.fingerprint.get(n) != fingerprint.get(n)]
         if differ:
-            here, there = ({n: of.get(n) for n in differ} for of in (fingerprint, self.fingerprint))
             mend = "make one with: railwave calibrate"
             if fingerprint.get("transport") == "one process":
                 mend = "a LocalWorld takes one made by hand; railwave calibrate's are for init"
-            raise ValueError(
-                f"the cost table must be of this configuration: here {here}, in the table {there}; "
-                f"{mend}"
-            )
+            here, there = fingerprint.get, self.fingerprint.get
+            lines = [f"{name}: here {here(name)!r}, table {there(name)!r}" for name in differ]
+            first = f"the cost table must be of this configuration; {mend}"
+            raise ValueError("\n".join([first, *lines]))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the table to a file, all of it or nothing."""
@@ -107,7 +106,10 @@ class CostTable:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: must be a JSON cost table: {error}") from None
+            rule = "must be a JSON cost table, as railwave calibrate writes it, got no JSON"
+            line = getattr(error, "lineno", 0)
+            where = f" from line {line} on" if line else ""
+            raise ValueError(f"{path}: {rule}{where}") from None
         try:
             return cls._of(data)
         except ValueError as error:

@@ -90,7 +90,8 @@ class Topology:
             one = _say(sysfs)
             if not one.rails:
                 raise ValueError(
-                    f"sysfs must show a GPU where there is no group, got none in {sysfs}"
+                    "sysfs must show a GPU where there is no group, but none was found in "
+                    f"{sysfs}: make a Topology(nodes, gpus_per_node, rails_per_node) instead"
                 )
             _, rails = joined([one] * len(one.rails))
             nodes = 1 if nodes is None else nodes

@@ -74,11 +74,22 @@ def test_auto_without_a_table_is_refused():
     world = make_world(*TOPO, **SIZES)
     with pytest.raises(ValueError, match=r"path must be one of .*'auto'; auto needs a cost_table"):
         world.dispatch(*make_batch(world, 1).arguments, path="auto")
+    with pytest.raises(ValueError, match=r"granted, got 'wave'; auto needs a cost_table$"):
+        world.dispatch(*make_batch(world, 1).arguments, path="wave")
+    world = make_world(*TOPO, **SIZES, cost_table=table())
+    with pytest.raises(ValueError, match=r"granted, auto, got 'wave'$"):
+        world.dispatch(*make_batch(world, 1).arguments, path="wave")
 
 
 def test_a_table_that_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"here \{'hidden': '8'\}, in the table \{'hidden': '16'"):
-        make_world(*TOPO, **SIZES, cost_table=table(hidden=16))
+    other = table(hidden=16)
+    other = replace(other, fingerprint={**other.fingerprint, "torch": "0.1"})
+    with pytest.raises(ValueError) as refused:
+        make_world(*TOPO, **SIZES, cost_table=other)
+    assert str(refused.value).splitlines()[1:] == [
+        "hidden: here '8', table '16'",
+        f"torch: here '{torch.__version__}', table '0.1'",
+    ]
     with pytest.raises(ValueError, match=r"paths must hold all .* \['joint', 'native', 'rail'\]"):
         anchors = [Anchor(1, 1, 1, "rail")]
         make_world(*TOPO, **SIZES, cost_table=table(anchors), paths=("joint", "native"))

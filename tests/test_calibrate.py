@@ -306,6 +306,7 @@ def test_a_table_of_another_configuration_is_refused_before_ranks_start(tmp_path
     on_disk(file, measured(50.0), argv, torch="0.1")
     result = run("calibrate", *argv)
     assert result.code == 2 and "must be of this configuration" in result.err and no_ranks == []
+    assert result.err.splitlines()[1:] == [f"torch: here '{torch.__version__}', table '0.1'"]
     file.write_text("{")
     assert "must be a JSON cost table" in run("calibrate", *argv).err and no_ranks == []
     file.write_text("")  # an empty file holds nothing to go on with

@@ -30,7 +30,7 @@ def test_the_papers_table_is_refused_for_another_configuration():
     table = railwave.CostTable.load(TABLE_4)
     assert [anchor.path for anchor in table.anchors] == ["permutation"] * 3 + ["native"]
     topo = railwave.Topology(2, 2, 2)
-    with pytest.raises(ValueError, match="the cost table must be of this configuration: here"):
+    with pytest.raises(ValueError, match=r"must be of this configuration; a LocalWorld"):
         sizes = dict(num_experts=4, top_k=1, hidden=2, max_tokens_per_rank=1)
         railwave.LocalWorld(topo, **sizes, cost_table=TABLE_4)
 
@@ -52,3 +52,12 @@ def test_the_papers_table_is_refused_for_another_configuration():
 def test_mistakes_are_named(argv, said):
     result = run("select", *argv)
     assert result.code == 2 and said in result.err and result.out == ""
+
+
+@pytest.mark.parametrize("content, where", [("1 2", " from line 1 on"), ("[" * 10**5, "")])
+def test_a_file_that_is_no_table_is_named(content, where, tmp_path):
+    file = tmp_path / "no.json"
+    file.write_text(content)
+    result = run("select", "--table", file, "--payload-mib=1")
+    rule = "must be a JSON cost table, as railwave calibrate writes it, got no JSON"
+    assert (result.code, result.err) == (2, f"railwave: error: {file}: {rule}{where}\n")

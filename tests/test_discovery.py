@@ -378,7 +378,8 @@ def test_other_devices_of_nvidia_are_no_gpus(tree):
 def test_an_empty_tree_has_nothing(tree):
     node = discover(tree.root)
     assert node.gpus == node.ports == node.rail_of_gpu == ()
-    with pytest.raises(ValueError, match="sysfs must show a GPU where there is no group"):
+    instead = r"none was found in .*sys: make a Topology\(nodes, gpus_per_node, rails_per_node\)"
+    with pytest.raises(ValueError, match=f"sysfs must show a GPU .*, but {instead} instead"):
         Topology.discover(sysfs=tree.root)
     with pytest.raises(ValueError, match="sysfs must be a folder, got '/no/such'"):
         discover("/no/such")

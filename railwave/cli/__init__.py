@@ -28,6 +28,7 @@ __all__ = ["check_writable", "main", "write_json"]
 logger = logging.getLogger("railwave")
 
 PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
+FRAMES = "\nException raised from "  # where torch adds a stack of C++ frames
 TOO_LARGE = ("can't allocate memory", "Storage size calculation overflowed")  # torch's words
 
 
@@ -60,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    # The first line: torch adds a stack of C++ frames.
-    print(f"railwave: error: {message.partition(chr(10))[0]}", file=sys.stderr)
+    print(f"railwave: error: {message.partition(FRAMES)[0]}", file=sys.stderr)
     return 2
 
 
