@@ -68,7 +68,8 @@ def print_node(node: Node) -> None:
     if node.ports:
         console.print(_ports(node))
         console.print()
-    lines = [f"{len(node.gpus)} GPUs, {len(node.ports)} ports, {node.num_rails} rails"]
+    counts = {"GPU": len(node.gpus), "port": len(node.ports), "rail": node.num_rails}
+    lines = [", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items())]
     if node.gpus and node.ports:
         links = "; ".join(f"{link}: {meaning}" for link, meaning in LINK_MEANING.items())
         lines.append(f"*: the port that the GPU uses. {links}")
@@ -146,7 +147,10 @@ def _ports(node: Node) -> Table:
 def _exports(node: Node) -> list[str]:
     """Return what a shell, or each of several, must be told."""
     if not node.gpus:
-        return ["no GPU: nothing to export"]
+        return [
+            "no GPU: nothing to export, as expected on a machine without one; --sysfs reads a copy "
+            "of another's"
+        ]
 
     def of(environment: dict[str, str]) -> list[str]:
         return [f"export {name}={value}" for name, value in environment.items()]

@@ -21,6 +21,7 @@ from railwave.heap import shm
 from test_cli import run
 from test_discovery import Tree, h800, switch
 
+ROOT = Path(__file__).parents[1]
 NO_GPU = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 
 
@@ -86,6 +87,20 @@ def test_topo_prints_the_map_and_what_to_export(tree, tmp_path):
     assert report["rail_of_gpu"] == list(range(8)) and report["environment"] == exports
     assert report["distance"][0][0] == {"link": "PIX", "hops": 4}
     assert report["ports"][0]["name"] == "mlx5_0"
+    page = (ROOT / "docs" / "nics.md").read_text("utf-8")
+    assert "\n".join(line.rstrip() for line in lines) in page
+    fields = [*report, *report["ports"][0]]
+    assert all(f"`{name}`" in page for name in fields)
+
+
+def test_the_copy_of_sysfs_that_the_page_makes_is_whole(tree, tmp_path):
+    h800(tree)
+    page = (ROOT / "docs" / "nics.md").read_text("utf-8")
+    (command,) = re.findall(r"^```bash\n(mkdir .*?)^```$", page, re.M | re.S)
+    copy = tmp_path / "copy"
+    command = command.replace("/tmp/copy", str(copy)).replace("/sys ", f"{tree.root} ")
+    subprocess.run(["bash", "-ec", command], check=True)
+    assert discover(copy) == discover(tree.root)
 
 
 @pytest.mark.parametrize("ports, width", [(20, 80), (8, 80), (20, 100), (3, 80)])
@@ -132,9 +147,11 @@ def test_topo_gives_each_process_its_own_where_it_must(tree):
 
 
 def test_topo_without_nics_or_gpus(tree):
-    assert "no GPU: nothing to export" in run("topo", "--sysfs", tree.root).out
+    said = run("topo", "--sysfs", tree.root).out
+    assert "0 GPUs, 0 ports, 0 rails" in said and "no GPU: nothing to export, as expected" in said
     tree.gpu(*switch(0, 0, "00.0"))
     out = run("topo", "--sysfs", tree.root).out
+    assert "1 GPU, 0 ports, 1 rail\n" in out
     assert "warning: no active NIC port" in out and "export NVSHMEM_REMOTE_TRANSPORT=none" in out
 
 

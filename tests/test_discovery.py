@@ -168,12 +168,21 @@ def test_more_nics_than_gpus_takes_cards_before_their_second_ports(tree):
 def test_a_downed_port_is_left_out(tree):
     h800(tree, ports=[["DOWN" if i == 2 else "ACTIVE"] for i in range(8)])
     node = discover(tree.root)
-    down, uneven = node.warnings
+    down, lost, uneven = node.warnings
     assert down.startswith("not active, left out: mlx5_2:1;")
+    said = "were all ports active, there would be 8 rails, not 7; GPUs 2, 3 share mlx5_3:1"
+    assert lost == said
     assert uneven.startswith("rails have different numbers of GPUs: mlx5_0:1 1, mlx5_1:1 1, mlx5_3")
     assert node.rail_of_gpu == (0, 1, 2, 2, 3, 4, 5, 6)
     assert "mlx5_2" not in node.environment()["NVSHMEM_HCA_PE_MAPPING"]
     assert "mlx5_3:1:2" in node.environment()["NVSHMEM_HCA_PE_MAPPING"]
+
+
+def test_a_downed_port_that_no_gpu_would_use_takes_nothing(tree):
+    h800(tree)
+    tree.nic("mlx5_8", "pci0000:a0", "0000:a0:01.0", ports=["DOWN"])
+    (down,) = discover(tree.root).warnings
+    assert down.startswith("not active, left out: mlx5_8:1;")
 
 
 NDR, HDR, SLOW = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)", "25 Gb/sec (1X EDR)"

@@ -50,7 +50,7 @@ def arrange(gpus: Sequence[Gpu], ports: Sequence[Nic]) -> Node:
     used = tuple(sorted(set(chosen)))
     rails = tuple(used.index(port) for port in chosen)
     node = Node(tuple(gpus), tuple(ports), distance, used, rails, ())
-    return replace(node, warnings=(*warnings, *said, *_uneven(node)))
+    return replace(node, warnings=(*warnings, *_lost(node), *said, *_uneven(node)))
 
 
 def _usable(ports: Sequence[Nic]) -> tuple[list[int], list[str]]:
@@ -77,6 +77,22 @@ def _why(state: str) -> tuple[str, str]:
     if state in ("INIT", "ARMED"):
         return f"not yet active ({state})", "InfiniBand waits for a subnet manager: does one run?"
     return "not active", "see ibstat, and the cables"
+
+
+def _lost(node: Node) -> list[str]:
+    """Say what the ports that are not active take from the GPUs, if anything."""
+    if all(port.state == "ACTIVE" for port in node.ports):
+        return []
+    whole = arrange(node.gpus, [replace(port, state="ACTIVE") for port in node.ports])
+    if whole.num_rails <= node.num_rails:
+        return []
+    before, shared = Counter(whole.rail_of_gpu), []
+    for rail, port in enumerate(node.used):
+        gpus = [gpu for gpu, own in enumerate(node.rail_of_gpu) if own == rail]
+        if len(gpus) > max(before[whole.rail_of_gpu[gpu]] for gpu in gpus):
+            shared.append(f"GPUs {', '.join(map(str, gpus))} share {node.ports[port].label}")
+    text = f"were all ports active, there would be {whole.num_rails} rails, not {node.num_rails}"
+    return ["; ".join([text, *shared])]
 
 
 def _of_one_layer(
