@@ -52,7 +52,7 @@ def _select(args: argparse.Namespace) -> int:
     print(decision.path)
     print(f"  {decision.reason}")
     if decision.distance is not None:
-        print(f"  distance {decision.distance:.4g}, in features {_features(table, args)}")
+        print(f"  distance {decision.distance:.4g}, in features: {_features(table, args)}")
     print(f"  the table is of {dict(table.fingerprint)}")
     if args.json is not None:
         write_json(args.json, vars(decision))
@@ -61,4 +61,4 @@ def _select(args: argparse.Namespace) -> int:
 
 def _features(table: Any, args: argparse.Namespace) -> str:
     x = table.scales.features(args.payload_mib, args.rho, args.kappa)
-    return "({:.4g}, {:.4g}, {:.4g})".format(*x)
+    return "payload {:.4g}, rho {:.4g}, kappa {:.4g}".format(*x)

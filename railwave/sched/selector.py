@@ -124,10 +124,17 @@ def _too_far(scales: Scales, payload_mib: float, x: tuple, anchor: Anchor, place
     """Say which bound lies between traffic and an anchor; "" for none."""
     sizes = sorted((payload_mib, anchor.payload_mib))
     if sizes[1] > scales.payload_factor * sizes[0] * (1 + SLACK):
-        return f"payload {payload_mib:.4g} MiB is more than {scales.payload_factor} times apart"
-    for name, here, there in zip(("rho", "kappa"), x[1:], place[1:], strict=True):
+        factor = scales.payload_factor
+        takes = f"{anchor.payload_mib / factor:.4g} to {anchor.payload_mib * factor:.4g}"
+        apart = f"payload {payload_mib:.4g} MiB is more than {factor} times apart"
+        return f"{apart}: the anchor takes {takes}"
+    units = {"rho": scales.rails - 1, "kappa": scales.kappa}
+    for name, here, there in zip(units, x[1:], place[1:], strict=True):
         if abs(here - there) > scales.shape + SLACK:
-            return f"{name} differs by {abs(here - there):.4g} of its scale, above {scales.shape}"
+            apart = f"{abs(here - there):.4g} of its scale, above {scales.shape}"
+            middle, reach = getattr(anchor, name), scales.shape * units[name]
+            takes = f"{max(1, middle - reach):.4g} to {middle + reach:.4g}"
+            return f"{name} differs by {apart}: the anchor takes {takes}"
     return ""
 
 
