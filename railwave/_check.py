@@ -65,15 +65,25 @@ def check_fields(of: Any, kinds: Mapping[str, type], name: str = "") -> None:
         of: what the file holds.
         kinds: by field: int, float, str, dict or list.
         name: of the object; "" for the file's own.
+
+    Raises:
+        TypeError: one is not.
     """
     if not isinstance(of, dict):
-        raise TypeError(f"{name or 'it'} must be an object, got {of!r:.60}")
+        raise TypeError(f"{name or 'the file'} must hold an object, got {of!r:.60}")
     for key, kind in kinds.items():
         value: Any = of.get(key)
         fits = isinstance(value, (int, float) if kind is float else kind)
-        if not fits or isinstance(value, bool) or (kind is float and not isfinite(value)):
+        if not fits or isinstance(value, bool) or (kind is float and not _is_finite(value)):
             field = f"{name}.{key}" if name else key
             raise TypeError(f"{field} must be {_KINDS[kind]}, got {value!r:.60}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        return False
 
 
 def check_counts(value: Any, shape: tuple[int, ...] | None, name: str, *, ndim: int = 2):

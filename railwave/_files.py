@@ -63,7 +63,7 @@ def check_writable(path: str, option: str = "--json") -> None:
         raise FileNotFoundError(f"{option} must be a file, got an empty name")
     if path == "-":
         raise FileNotFoundError(
-            f"{option} must be a file, got '-': /dev/stdout is where output goes, ./- a file"
+            f"{option} must be a file, got '-': /dev/stdout is the output, ./- a file of that name"
         )
     if os.path.isdir(path):
         raise IsADirectoryError(f"{option} must be a file, got the directory {path!r}")

@@ -42,13 +42,17 @@ def merge_traces(files: Iterable[str | os.PathLike], out: str | os.PathLike) -> 
 
     Raises:
         OSError: a file is not there, or out cannot be written.
-        TypeError: files is one file's name, or none.
+        TypeError: files is one file's name, or not iterable, or holds what is no path.
         ValueError: there is no file, one holds no trace, is named twice or is out, two hold the
             same PE, or their times are of clocks that do not agree.
     """
     if isinstance(files, (str, bytes, os.PathLike)) or not isinstance(files, Iterable):
         raise TypeError(f"files must be several files, got {type(files).__name__} {files!s:.60}")
-    paths = [os.fspath(file) for file in files]
+    named = list(files)
+    for i, file in enumerate(named):
+        if not isinstance(file, (str, os.PathLike)):
+            raise TypeError(f"files[{i}] must be a path, got {type(file).__name__} {file!r:.60}")
+    paths = [os.fspath(file) for file in named]
     check_writable(os.fspath(out), "out")
     written = [os.fspath(out)] if os.path.exists(out) else []
     check_different(paths + written, "files and out" if written else "files")
@@ -108,15 +112,15 @@ def _read(file: str) -> dict[str, Any]:
         held = json.loads(text, parse_constant=_refuse_constant)
         check_fields(held, {"otherData": dict, "traceEvents": list})
         about = held["otherData"]
-        check_fields(about, _ABOUT)
+        check_fields(about, _ABOUT, "otherData")
         if abs(about["base_ns"]) >= _MOST_NS:
             raise ValueError(f"base_ns must be of 64 bits, got {about['base_ns']!r:.60}")
         if about["lost_notes"] < 0:
             raise ValueError(f"lost_notes must be at least 0, got {about['lost_notes']}")
-        for event in held["traceEvents"]:
-            check_fields(event, _EVENT)
+        for i, event in enumerate(held["traceEvents"]):
+            check_fields(event, _EVENT, f"traceEvents[{i}]")
             if event["ph"] == "X":
-                check_fields(event, {"dur": float})
+                check_fields(event, {"dur": float}, f"traceEvents[{i}]")
                 if event["dur"] < 0:
                     raise ValueError(f"dur must be at least 0, got {event['dur']}")
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:

@@ -76,7 +76,7 @@ class Trace:
 
     def _all(self, asked: str) -> list[Span]:
         if not self._whole:
-            raise RuntimeError(f"{asked} must come after the trace's with: it is not whole before")
+            raise RuntimeError(f"{asked} must be called after the trace's with: it still records")
         return self.spans
 
     def join(self, exchange: Any) -> None:

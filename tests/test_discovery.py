@@ -189,7 +189,7 @@ NDR, HDR, SLOW = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)", "25 Gb/sec (1X ED
 
 
 @pytest.mark.parametrize(
-    "ethernet, used, why", [(2, IB, "nearer"), (4, IB, "of two that are alike"), (6, ETH, "nearer")]
+    "ethernet, used, why", [(2, IB, "nearer"), (4, IB, "as good as the other"), (6, ETH, "nearer")]
 )
 def test_of_mixed_link_layers_the_nearer_is_used(tree, ethernet, used, why):
     h800(tree, layer=[ETH] * ethernet + [IB] * (8 - ethernet))
@@ -632,7 +632,7 @@ def test_nodes_that_agree_may_differ_in_names_places_and_rates():
         ((port(0, name="ib0"), port(1)), ["rail 0 is ib0:1 (0000:00:00.0) on b and mlx5_0:1 ("]),
         ((port(0), port(1, place=9)), ["rail 1 is mlx5_1:1 (0000:09:00.0) on b and mlx5_1:1 ("]),
         ((port(0), port(1, rate=100.0)), ["rail 1 has 100 Gb/s on b and 400 on a: the slowest"]),
-        ((port(0), port(1, rate=0.0)), ["rail 1 has ? Gb/s on b and 400 on a: the slowest"]),
+        ((port(0), port(1, rate=0.0)), []),  # unknown
     ):
         both = a + two_ranks("b", *other)
         assert joined(both) == (2, (0, 1))

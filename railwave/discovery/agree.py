@@ -158,7 +158,7 @@ def unlike(said: Sequence[Said]) -> list[str]:
                     f"rail {rail} is {b.label} ({b.pci}) on {host} and {a.label} ({a.pci}) on "
                     f"{first}: see that cables lead to the same rail"
                 )
-            if a.rate_gbits != b.rate_gbits:
+            if a.rate_gbits and b.rate_gbits and a.rate_gbits != b.rate_gbits:  # 0: unknown
                 texts.append(
                     f"rail {rail} has {b.rate_text} Gb/s on {host} and {a.rate_text} on {first}: "
                     "the slowest sets the pace"

@@ -13,7 +13,7 @@ from itertools import takewhile
 from railwave.discovery.node import INFINIBAND, LINKS, Distance, Gpu, Nic, Node
 
 MUCH_FASTER = 2  # from so many times the rate on, an unused port is told
-_BETTER = ("nearer to the GPUs", "faster", "in more ports", "of two that are alike")
+_BETTER = ("nearer to the GPUs", "faster", "in more ports", "as good as the other")
 
 
 def arrange(gpus: Sequence[Gpu], ports: Sequence[Nic]) -> Node:
@@ -227,7 +227,7 @@ def _uneven(node: Node) -> list[str]:
     ]
     if far:
         warnings.append(f"the nearest port is on another NUMA node: {', '.join(far)}")
-    if len({port.rate_gbits for port in ports}) > 1:
+    if len({port.rate_gbits for port in ports if port.rate_gbits}) > 1:  # 0: unknown
         each = ", ".join(f"{port.label} {port.rate_text}" for port in ports)
         warnings.append(f"rails have different rates, Gb/s: {each}; the slowest sets the pace")
     if faster := _faster(node):
