@@ -646,7 +646,7 @@ class Communicator:
     def _check_handle(self, handle: Handle) -> Handle:
         check_handle(handle, self._exchange, name="handle", received="received")
         self._watch.check_handle(handle)
-        return compiled.numbered(handle)
+        return compiled.with_epoch(handle)
 
     def _keep_beside(self, handle: Handle, capturing: bool) -> None:
         """Keep what a handle holds in memory until the current stream has used it."""

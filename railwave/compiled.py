@@ -36,7 +36,7 @@ runners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 TABLES = (
     *("received", "record_token", "num_records", "proxy", "slot", "own_rows", "in_rows"),
     *("out_load", "in_load", "quota", "rail_records", "counts", "topk_idx", "topk_weights"),
-    *("put_words", "number"),
+    *("put_words", "epoch_tensor"),
 )
 PLACE_TABLES = ("places", "offsets")
 
@@ -222,10 +222,10 @@ def _(
         **dict.fromkeys(("out_load", "in_load"), (S.N, S.G)),
         **dict.fromkeys(("quota", "rail_records"), (S.N, S.R)),
         **{"topk_idx": of_row, "topk_weights": of_row, "places": (rows, K)},
-        **{"put_words": (2, S.N + 1), "number": (1,)},
+        **{"put_words": (2, S.N + 1), "epoch_tensor": (1,)},
     }
     dtypes = {"topk_idx": topk_idx.dtype, "topk_weights": torch.float32}
-    dtypes |= dict.fromkeys(("put_words", "number"), torch.int64)
+    dtypes |= dict.fromkeys(("put_words", "epoch_tensor"), torch.int64)
     names = (*TABLES, *PLACE_TABLES) if alignment else TABLES
     return [
         *(part.new_empty(given, part.shape[1]) for part in (x, *extras)),
@@ -446,14 +446,14 @@ def _handle(
         alignment=alignment,
         **named,
     )
-    return numbered(handle)
+    return with_epoch(handle)
 
 
-def numbered(handle: Handle) -> Handle:
+def with_epoch(handle: Handle) -> Handle:
     """Return a handle of a graph with the number of its call, where it holds that."""
-    if handle.epoch or handle.number is None or handle.exchange.device_decides(True):
+    if handle.epoch or handle.epoch_tensor is None or handle.exchange.device_decides(True):
         return handle
-    return replace(handle, epoch=int(handle.number))
+    return replace(handle, epoch=int(handle.epoch_tensor))
 
 
 def _no_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -64,7 +64,7 @@ class Handle:
     # combine leads there on every rank, whatever the rank received.
     anchor: torch.Tensor | None = None
     # (1,) int64: the epoch, for graphs of `torch.compile`, whose handles have 0; None on a GPU.
-    number: torch.Tensor | None = None
+    epoch_tensor: torch.Tensor | None = None
     recorded: Any = None  # where its tables are, if its dispatch repeated one, see `recorded`
 
     def __reduce__(self) -> Any:

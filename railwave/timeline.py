@@ -150,6 +150,9 @@ def _longest(of: dict[str, float]) -> dict[str, float]:
     return dict(rows[:_MOST_PAIRS] + more)
 
 
+SAME_TIME = 0.9  # of a wait: what came after that part of it came with the last
+
+
 def late_rank(ended_ns: Mapping[int, int], began_ns: int, gpus: int, pe: int) -> int:
     """Say who was late, of the ranks whose words were waited for: when each one's came.
 
@@ -169,7 +172,7 @@ def late_rank(ended_ns: Mapping[int, int], began_ns: int, gpus: int, pe: int) ->
     if not gpus:
         return last
     forwarder = pe - pe % gpus + last % gpus
-    about_then = began_ns + 0.9 * (ended_ns[last] - began_ns)
+    about_then = began_ns + SAME_TIME * (ended_ns[last] - began_ns)
     return forwarder if ended_ns.get(forwarder, began_ns) > about_then else last
 
 

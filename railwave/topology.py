@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from railwave._check import check_index, check_non_negative_int, check_positive_int
-from railwave.discovery import SYSFS, Said, discover, is_here, joined, unlike, visible_rails
+from railwave.discovery import (
+    SYSFS,
+    Said,
+    differences,
+    discover,
+    is_own_sysfs,
+    joined,
+    visible_rails,
+)
 from railwave.errors import PeerError
 
 logger = logging.getLogger("railwave")
@@ -99,7 +107,7 @@ class Topology:
         said = _gather_nodes(sysfs, group)
         found, rails = joined(said)
         if dist.get_rank(group) == 0:  # once for all
-            for text in unlike(said):
+            for text in differences(said):
                 logger.warning("%s", text)
         if nodes not in (None, found):
             raise ValueError(
@@ -262,7 +270,7 @@ class Topology:
 def _say(sysfs: str | os.PathLike) -> Said:
     node = discover(sysfs)
     # Of another tree than this machine's, all GPUs.
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if is_here(sysfs) else None
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if is_own_sysfs(sysfs) else None
     rails = visible_rails(node, shown)
     ports = tuple(replace(node.ports[port], path=()) for port in node.used)
     return Said(socket.gethostname(), len(node.gpus), node.num_rails, rails, ports)

@@ -24,7 +24,7 @@ def write(file: str | os.PathLike, found: list[dict[str, Any]], about: dict[str,
     write_file(os.fspath(file), json.dumps(held, allow_nan=False).encode())
 
 
-def here() -> dict[str, str]:
+def clock_origin() -> dict[str, str]:
     """Say which host this is, and which of its boots: its clocks count from there."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()

@@ -71,7 +71,7 @@ class Trace:
         """Write the events as a JSON file that Perfetto and chrome://tracing open."""
         spans = self._all("write")
         about: dict[str, Any] = {"lost_notes": self.lost, "base_ns": timeline.first_ns(spans)}
-        about |= {**trace_files.here(), "clock": " and ".join(sorted(self._clocks_used))}
+        about |= {**trace_files.clock_origin(), "clock": " and ".join(sorted(self._clocks_used))}
         trace_files.write(file, timeline.events(spans), about)
 
     def _all(self, asked: str) -> list[Span]:

@@ -402,7 +402,7 @@ def test_another_machine_shows_all_its_gpus(tree, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
     tree.gpu(*switch(0, 0, "00.0"))
     assert "CUDA_VISIBLE_DEVICES" not in doctor.look(tree.root).environment
-    monkeypatch.setattr(doctor.machine, "is_here", lambda sysfs: True)
+    monkeypatch.setattr(doctor.machine, "is_own_sysfs", lambda sysfs: True)
     assert doctor.look(tree.root).environment["CUDA_VISIBLE_DEVICES"] == "MIG-1"
 
 

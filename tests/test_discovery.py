@@ -622,7 +622,7 @@ def test_a_rail_is_the_same_port_on_all_nodes(tmp_path):
     said = r"rail 0 must be the same port .* got mlx5_0:1 \(.*\) on b and mlx5_1:1 \(.*\) on a"
     with pytest.raises(ValueError, match=said):
         joined(maps)
-    assert joined(maps[:2] * 2) == (1, (0, 1, 0, 1)) and discovery.unlike(maps[:2]) == []
+    assert joined(maps[:2] * 2) == (1, (0, 1, 0, 1)) and discovery.differences(maps[:2]) == []
 
 
 def test_nodes_that_agree_may_differ_in_names_places_and_rates():
@@ -636,10 +636,10 @@ def test_nodes_that_agree_may_differ_in_names_places_and_rates():
     ):
         both = a + two_ranks("b", *other)
         assert joined(both) == (2, (0, 1))
-        for text, part in zip(discovery.unlike(both), texts, strict=True):
+        for text, part in zip(discovery.differences(both), texts, strict=True):
             assert text.startswith(part)
     unused = [Said("a", 2, 2, (0,), (port(0), port(1))), Said("b", 2, 2, (0,), (port(0), port(7)))]
-    assert joined(unused) == (2, (0,)) and discovery.unlike(unused) == []
+    assert joined(unused) == (2, (0,)) and discovery.differences(unused) == []
 
 
 def test_nodes_of_two_link_layers_do_not_agree():

@@ -87,7 +87,7 @@ def _sysfs(args: argparse.Namespace) -> str:
 
 
 def _compare(files: Sequence[str]) -> int:
-    from railwave.discovery import joined, unlike
+    from railwave.discovery import differences, joined
 
     if len(files) < 2:
         raise ValueError(f"--compare must name two or more files, got {files}")
@@ -99,7 +99,7 @@ def _compare(files: Sequence[str]) -> int:
     except ValueError as error:
         print(error)
         return 1
-    texts = unlike(said)
+    texts = differences(said)
     if not any(one.ports for one in said):
         texts.append("no rail has a port: these nodes reach no other")
     texts += [f"{file}: {text}" for file, report in reports.items() for text in report["warnings"]]

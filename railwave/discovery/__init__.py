@@ -5,8 +5,8 @@ built alike number them alike.
 """
 
 from railwave.discovery.agree import Said as Said
+from railwave.discovery.agree import differences as differences
 from railwave.discovery.agree import joined as joined
-from railwave.discovery.agree import unlike as unlike
 from railwave.discovery.agree import visible_gpus as visible_gpus
 from railwave.discovery.agree import visible_rails as visible_rails
 from railwave.discovery.node import LINK_MEANING as LINK_MEANING
@@ -18,7 +18,7 @@ from railwave.discovery.node import Node as Node
 from railwave.discovery.spread import arrange as arrange
 from railwave.discovery.system import SYSFS as SYSFS
 from railwave.discovery.system import discover as discover
-from railwave.discovery.system import is_here as is_here
+from railwave.discovery.system import is_own_sysfs as is_own_sysfs
 
 __all__ = [
     "LINKS",
@@ -30,10 +30,10 @@ __all__ = [
     "Node",
     "Said",
     "arrange",
+    "differences",
     "discover",
-    "is_here",
+    "is_own_sysfs",
     "joined",
-    "unlike",
     "visible_gpus",
     "visible_rails",
 ]

@@ -12,8 +12,8 @@ from typing import Any
 
 from railwave.discovery.node import Nic, Node
 
-_NO_GPUS = ("", "none", "void", "nodevfiles")
-_NUMBER = re.compile(r"[+-]?0*[0-9]{1,9}")  # of more digits than it takes, still no GPU's
+_NO_GPUS = ("", "none", "void", "nodevfiles")  # as container runtimes say it
+_NUMBER = re.compile(r"[+-]?0*[0-9]{1,9}")  # of a longer number its first digits: still no GPU's
 
 
 def visible_rails(node: Node, devices: str | None) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ def joined(said: Sequence[Said]) -> tuple[int, tuple[int, ...]]:
     return len(maps), own["rail_of_gpu"]
 
 
-def unlike(said: Sequence[Said]) -> list[str]:
+def differences(said: Sequence[Said]) -> list[str]:
     """Say in what nodes that agree differ from the first: names, places, rates of rails' ports.
 
     Args:
@@ -146,7 +146,7 @@ def unlike(said: Sequence[Said]) -> list[str]:
 
     Example:
         >>> fast, slow = (Nic("mlx5_0", 1, "", 0, "InfiniBand", "ACTIVE", r) for r in (400, 100))
-        >>> unlike([Said("a", 1, 1, (0,), (fast,)), Said("b", 1, 1, (0,), (slow,))])
+        >>> differences([Said("a", 1, 1, (0,), (fast,)), Said("b", 1, 1, (0,), (slow,))])
         ['rail 0 has 100 Gb/s on b and 400 on a: the slowest sets the pace']
     """
     (first, (_, own_ports)), *others = _maps(said).items()

@@ -39,7 +39,7 @@ def discover(sysfs: str | os.PathLike = SYSFS) -> Node:
     root = Path(sysfs)
     if not root.is_dir():
         raise ValueError(f"sysfs must be a folder, got {os.fspath(sysfs)!r}")
-    found, warnings = _nvml_gpus() if is_here(sysfs) else ([], [])
+    found, warnings = _nvml_gpus() if is_own_sysfs(sysfs) else ([], [])
     gpus = []
     for index, (pci, name, uuid) in enumerate(found or _sysfs_gpus(root)):
         path = _place(root / "bus/pci/devices" / pci)
@@ -48,11 +48,11 @@ def discover(sysfs: str | os.PathLike = SYSFS) -> Node:
     return replace(node, warnings=(*warnings, *node.warnings))
 
 
-def is_here(sysfs: str | os.PathLike) -> bool:
-    """Whether a sysfs is this machine's own, however it is written, and not a copy of another's.
+def is_own_sysfs(sysfs: str | os.PathLike) -> bool:
+    """Say whether a sysfs is this machine's own, however it is written, not a copy of another's.
 
     Example:
-        >>> is_here("/sys/"), is_here("/sys/class/.."), is_here("/mnt/copy")
+        >>> is_own_sysfs("/sys/"), is_own_sysfs("/sys/class/.."), is_own_sysfs("/mnt/copy")
         (True, True, False)
     """
     return os.path.realpath(sysfs) == os.path.realpath(SYSFS)

@@ -1,4 +1,4 @@
-"""Judge the environment: variables of CUDA and NVSHMEM that undo or name what is not there."""
+"""Judge the environment: variables that undo one another, or name what is not there."""
 
 from __future__ import annotations
 

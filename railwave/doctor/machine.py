@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from railwave.discovery import SYSFS, Node, discover, is_here
+from railwave.discovery import SYSFS, Node, discover, is_own_sysfs
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 GET_NVML = "pip install 'railwave[gpu]' (nvidia-ml-py)"
@@ -53,7 +53,7 @@ def look(sysfs: str | os.PathLike = SYSFS, *, nodes: int | None = None) -> Machi
         ValueError: sysfs is no folder.
     """
     environment = dict(os.environ)
-    if not is_here(sysfs):  # of another machine, CUDA shows all GPUs
+    if not is_own_sysfs(sysfs):  # of another machine, CUDA shows all GPUs
         environment.pop("CUDA_VISIBLE_DEVICES", None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     major, minor = torch.cuda.get_device_capability(0) if gpus else (9, 0)

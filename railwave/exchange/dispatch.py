@@ -143,7 +143,7 @@ def _repeat(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
     pe.put_words = put_words[0]
     form = {"view": call.view, "row_words": call.fmt.META, "anchor": None, "put_words": put_words}
     form |= {"epoch": pe.epoch, "serial": pe.serial, "stream": pe.stream(), "recorded": None}
-    form |= {"number": pe.number(call.static_shapes)}
+    form |= {"epoch_tensor": pe.epoch_tensor(call.static_shapes)}
     handle = replace(call.again, **form)
     return Moves(pe, call, handle, handle.in_load)  # row_start is not read
 
@@ -228,7 +228,7 @@ def _match(
         serial=pe.serial,
         stream=pe.stream(),
         decision=decision,
-        number=pe.number(call.static_shapes),
+        epoch_tensor=pe.epoch_tensor(call.static_shapes),
     )
 
 

@@ -171,8 +171,8 @@ class Exchange:
         self.epoch += 1
         self.serial += 1
 
-    def number(self, static_shapes: bool) -> torch.Tensor | None:
-        """Return the number of the phase as a tensor, for graphs of a CPU's calls; else None."""
+    def epoch_tensor(self, static_shapes: bool) -> torch.Tensor | None:
+        """Return the epoch, (1,) int64, for `torch.compile` on a CPU; else None."""
         if not (static_shapes and self.compare_calls) or self.device_decides(static_shapes):
             return None
         return torch.tensor([self.epoch], device=self.device)
