@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -103,14 +104,24 @@ class CostTable:
             FileNotFoundError: there is no such file.
             ValueError: it is no such table; with the file, the field, the rule and the value.
         """
+        repeated: list[str] = []
+
+        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            repeated.extend(
+                name for name, times in Counter(n for n, _ in pairs).items() if times > 1
+            )
+            return dict(pairs)
+
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             rule = "must be a JSON cost table, as railwave calibrate writes it, got no JSON"
             line = getattr(error, "lineno", 0)
             where = f" from line {line} on" if line else ""
             raise ValueError(f"{path}: {rule}{where}") from None
         try:
+            if repeated:
+                raise ValueError(f"a field must be given once, got {repeated[0]} again")
             return cls._of(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
@@ -118,7 +129,7 @@ class CostTable:
     @classmethod
     def _of(cls, data: Any) -> CostTable:
         _check_names(data, ("format", "fingerprint", "scales", "anchors", "points"), "the table")
-        if data["format"] != FORMAT:
+        if data["format"] is True or data["format"] != FORMAT:
             raise ValueError(f"format must be {FORMAT}, got {data['format']!r}")
         return cls(
             _fingerprint(data["fingerprint"]),
@@ -211,7 +222,8 @@ def _anchor(data: Any, name: str) -> Anchor:
     _check_names(data, [field.name for field in fields(Anchor)], name)
     if data["path"] not in PATHS:
         raise ValueError(f"{name}.path must be one of {list(PATHS)}, got {data['path']!r}")
-    return _made(lambda: Anchor(*_traffic(data, name), data["path"]), name)
+    place = _traffic(data, name)
+    return _made(lambda: Anchor(*place, data["path"]), name)
 
 
 def _made(make: Callable[[], Any], name: str) -> Any:
@@ -234,8 +246,11 @@ def _point(data: Any, name: str) -> Point:
         )
         for path, times in samples.items()
     }
-    if not measured.get("joint"):
+    if "joint" not in measured:
         raise ValueError(f"{name}.samples_us must hold times of joint, got {list(measured)}")
+    for path, times in measured.items():
+        if not times:
+            raise ValueError(f"{name}.samples_us.{path} must hold times, got none")
     if not isinstance(data["verdict"], str):
         raise ValueError(f"{name}.verdict must be a text, got {data['verdict']!r}")
     return Point(*_traffic(data, name), measured, data["verdict"])

@@ -190,12 +190,26 @@ DELETE = object()
         (("anchors", 1, "rho"), 0.9, r"anchors\[1\].rho must be in \[1, 1e\+06\], got 0.9"),
         (("anchors", 2, "payload_mib"), "7", r"anchors\[2\].payload_mib must be a number"),
         (("anchors", 0, "kappa"), True, r"anchors\[0\].kappa must be a number"),
-        (("points", 0, "samples_us", "joint", 1), -1, r"samples_us.joint\[1\] must be a number"),
+        (
+            ("points", 0, "samples_us", "joint", 1),
+            -1,
+            r"points\[0\].samples_us.joint\[1\] must be a number",
+        ),
         (("points", 0, "samples_us"), {"fast": []}, r"points\[0\].samples_us must be an object"),
         (("anchors", 1, "rho"), 10**400, r"anchors\[1\].rho must be a number in \(0, 1e\+15\]"),
         (("scales", "rails"), 10**400, "scales.rails must be below"),
         (("scales", "kappa"), 1e-320, "scales.kappa must be in"),
-        (("points", 0, "samples_us"), {"native": [1.0]}, "samples_us must hold times of joint"),
+        (
+            ("points", 0, "samples_us"),
+            {"native": [1.0]},
+            r"points\[0\].samples_us must hold times of joint",
+        ),
+        (
+            ("points", 0, "samples_us", "native"),
+            [],
+            r"points\[0\].samples_us.native must hold times",
+        ),
+        (("format",), True, "format must be 1, got True"),
         (("points", 0, "verdict"), None, r"points\[0\].verdict must be a text, got None"),
     ],
 )
@@ -205,7 +219,16 @@ def test_a_damaged_table_names_file_and_field(place, value, said, tmp_path):
     data = copy.deepcopy(json.loads(path.read_text()))
     change(data, place, value)
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=rf"table\.json: .*{said}"):
+    with pytest.raises(ValueError, match=rf"table\.json: {said}"):
+        CostTable.load(path)
+
+
+@pytest.mark.parametrize("field", ["format", "anchors", "shape", "path", "joint"])
+def test_a_field_that_is_given_twice_is_named(field, tmp_path):
+    path = tmp_path / "table.json"
+    TABLE.save(path)
+    path.write_text(path.read_text().replace(f'"{field}":', f'"{field}": 1, "{field}":', 1))
+    with pytest.raises(ValueError, match=rf"table\.json: a field must be given once, got {field} "):
         CostTable.load(path)
 
 
