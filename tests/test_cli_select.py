@@ -43,6 +43,11 @@ def test_the_papers_table_is_refused_for_another_configuration():
             ["--table", TABLE_4, "--payload-mib", "-1"],
             "--payload-mib must be finite and at least 0",
         ),
+        (
+            ["--table", TABLE_4, "--payload-mib", "1e308"],
+            "--payload-mib must be 0 or in [1e-09, 1e+09], got 1e+308",
+        ),
+        (["--table", TABLE_4, "--payload-mib", "5e-324"], "--payload-mib must be 0 or in [1e-09,"),
         (["--table", TABLE_4, "--payload-mib", "1", "--rho", "nan"], "--rho must be finite"),
         (["--table", TABLE_4, "--payload-mib", "1", "--kappa", "0"], "--kappa must be finite"),
         (["--table", TABLE_4], "--payload-mib"),
@@ -61,3 +66,14 @@ def test_a_file_that_is_no_table_is_named(content, where, tmp_path):
     result = run("select", "--table", file, "--payload-mib=1")
     rule = "must be a JSON cost table, as railwave calibrate writes it, got no JSON"
     assert (result.code, result.err) == (2, f"railwave: error: {file}: {rule}{where}\n")
+
+
+def test_a_decision_is_not_written_over_its_table(tmp_path):
+    file, link = tmp_path / "table.json", tmp_path / "link.json"
+    file.write_bytes(TABLE_4.read_bytes())
+    link.symlink_to(file)
+    for out in (file, link):
+        result = run("select", "--table", file, "--payload-mib=14", "--json", out)
+        said = f"railwave: error: --table and --json must be different ones, got {file} and {out}\n"
+        assert (result.code, result.out, result.err) == (2, "", said)
+    assert file.read_bytes() == TABLE_4.read_bytes()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from typing import Any
 
+from railwave._files import check_different
 from railwave.cli.options import Help, add_verbose
 from railwave.cli.output import check_writable, write_json
 
@@ -36,16 +38,23 @@ def add_command(commands: Any) -> None:
 
 def _select(args: argparse.Namespace) -> int:
     from railwave.cost_table import CostTable
-    from railwave.sched.selector import MIB
+    from railwave.sched.selector import MIB, MIB_RANGE
 
     if args.json is not None:
         check_writable(args.json)
+        if os.path.exists(args.json):
+            check_different([args.table, args.json], "--table and --json")
     for option, value, least in (
         *(("--payload-mib", args.payload_mib, 0), ("--rho", args.rho, 1)),
         ("--kappa", args.kappa, 1),
     ):
         if not (math.isfinite(value) and value >= least):
             raise ValueError(f"{option} must be finite and at least {least}, got {value}")
+    low, high = MIB_RANGE
+    if args.payload_mib and not low <= args.payload_mib <= high:
+        raise ValueError(
+            f"--payload-mib must be 0 or in [{low:g}, {high:g}], got {args.payload_mib}"
+        )
     table = CostTable.load(args.table)
     traffic = {"rho": args.rho, "kappa": args.kappa}
     decision = table.select(payload_bytes=args.payload_mib * MIB, **traffic)

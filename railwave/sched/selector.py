@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from railwave._check import check_positive_int
 
 MIB = 1 << 20
+MIB_RANGE = (1e-9, 1e9)  # of a payload in a table: no quotient of two overflows or is 0
 SLACK = 1e-9  # of every bound, for what float64 rounds
 
 
@@ -26,7 +27,7 @@ class Anchor:
     path: str
 
     def __post_init__(self) -> None:
-        _check_range(self.payload_mib, 1e-9, 1e9, "payload_mib")
+        _check_range(self.payload_mib, *MIB_RANGE, "payload_mib")
         _check_range(self.rho, 1, 1e6, "rho")
         _check_range(self.kappa, 1, 1e6, "kappa")
 
@@ -46,7 +47,7 @@ class Scales:
 
     def __post_init__(self) -> None:
         check_positive_int(self.rails, "rails", below=1 << 20)
-        _check_range(self.payload_mib, 1e-9, 1e9, "payload_mib")
+        _check_range(self.payload_mib, *MIB_RANGE, "payload_mib")
         _check_range(self.kappa, 1e-6, 1e6, "kappa")
         _check_range(self.payload_factor, 1, 1e6, "payload_factor")
         _check_range(self.shape, 0, 1e6, "shape")
