@@ -20,7 +20,7 @@ import torch
 from railwave.communicator import Communicator
 from railwave.config import PATHS, Config
 from railwave.cost_table import CostTable, Point
-from railwave.retention import CONTROL, judge
+from railwave.retention import CONTROL, LEAST_SAMPLES, judge
 from railwave.sched import (
     Anchor,
     payload_per_gpu,
@@ -164,10 +164,13 @@ def calibrate(
         rw: every rank's, with all paths.
         table: what was measured so far; an empty one to begin.
         payloads_mib: B of the points, in MiB.
-        samples: of each path at each point, after five warm-ups.
+        samples: of each path at each point, after five warm-ups; at least 5.
         save: where this rank writes the table after every point, so that an interrupted run can go
             on; None on all ranks but one.
         progress: called before each point.
+
+    Raises:
+        ValueError: before anything is measured: as `points` and `unmeasured`.
 
     Source: section 3.3 and A.3.
     """
@@ -185,7 +188,18 @@ def calibrate(
 def unmeasured(
     config: Config, table: CostTable, payloads_mib: Sequence[float], samples: int
 ) -> list[Traffic]:
-    """List the points that a table has fewer samples of than asked for, or none."""
+    """List the points that a table has fewer samples of than asked for, or none.
+
+    Raises:
+        ValueError: too few samples are asked for to judge them, or the table has other rails.
+    """
+    if samples < LEAST_SAMPLES:
+        raise ValueError(f"samples must be at least {LEAST_SAMPLES}, got {samples}")
+    if table.scales.rails != config.topo.rails_per_node:
+        raise ValueError(
+            f"table's scales.rails must be {config.topo.rails_per_node} here, got "
+            f"{table.scales.rails}"
+        )
     done = {_place(p) for p in table.points if _samples(p) >= samples}
     return [point for point in points(config, payloads_mib) if point.place not in done]
 

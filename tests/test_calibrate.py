@@ -161,6 +161,20 @@ def test_a_point_with_fewer_samples_than_asked_for_is_measured_again(monkeypatch
     assert places <= {kept}  # the others' anchors went with their samples
 
 
+@pytest.mark.parametrize(
+    "samples, rails, said",
+    [
+        (4, 2, "samples must be at least 5, got 4"),
+        (5, 3, "table's scales.rails must be 2 here, got 3"),
+    ],
+)
+def test_what_would_be_measured_in_vain_is_refused_before(samples, rails, said, monkeypatch):
+    monkeypatch.setattr(calibrate, "measure", None)  # nothing is
+    rw, table = SimpleNamespace(config=config()), CostTable({}, Scales(rails=rails))
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        calibrate.calibrate(rw, table, [0.25], samples=samples)
+
+
 def test_points_are_told_apart_exactly():
     two = [16.0, 16.0 + 1 / 1024]  # a token apart
     made = list(calibrate.points(config(max_tokens_per_rank=1 << 16), two))
@@ -181,6 +195,29 @@ def test_all_ranks_hold_the_slowest_ranks_times_of_every_path():
     payload_mib, samples = one
     assert payload_mib > 0 and set(samples) == {*PATHS, CONTROL}
     assert all(len(times) == 2 and min(times) > 0 for times in samples.values())
+
+
+def test_paths_take_turns_and_five_warm_ups_of_each_are_not_kept(monkeypatch):
+    log = []
+
+    def timed(rw, call, path):
+        return lambda: log.append(path) or float(len(log))
+
+    monkeypatch.setattr(calibrate, "_timed", timed)
+    monkeypatch.setattr(calibrate, "tokens", lambda *_: ())
+    slowest = 7.0  # another rank's, later than this one's
+    rw = SimpleNamespace(
+        _gather=lambda us: None if us is None else [us, us + slowest], check=lambda: None
+    )
+    samples = calibrate.measure(rw, None, 6)
+    names = [*PATHS, CONTROL]
+    paths = [*PATHS, "joint"]
+    turns = [log[i : i + len(paths)] for i in range(0, len(log), len(paths))]
+    assert [sorted(turn) for turn in turns] == [sorted(paths)] * (5 + 6)
+    assert turns[0] == paths and turns[1] == [*paths[1:], paths[0]]  # each is first in turn
+    for i, name in enumerate(names):
+        places = [t * len(names) + (i - t) % len(names) + 1 for t in range(5, 11)]
+        assert samples[name] == tuple(place + slowest for place in places)
 
 
 def test_on_a_gpu_the_second_replay_of_a_graph_is_timed(monkeypatch):
@@ -298,6 +335,12 @@ def test_an_anchors_row_has_its_own_path(tmp_path, no_ranks):
     rows = run("calibrate", *argv).out
     assert len(table.anchors) == len(re.findall(r"permutation.*1\.250", rows)) > 0
     assert "10.000" in rows  # where it was rejected: joint beside the fastest
+    last = [row.split("│")[-2].strip() for row in rows.splitlines() if row.startswith("│")]
+    anchors = {(a.payload_mib, a.rho, a.kappa) for a in table.anchors}
+    for point in table.points:
+        kept = (point.payload_mib, point.rho, point.kappa) in anchors
+        told = f"anchor: permutation; {point.verdict}" if kept else f"rejected: {point.verdict}"
+        assert told in " ".join(last)
 
 
 def test_a_table_of_another_configuration_is_refused_before_ranks_start(tmp_path, no_ranks):
