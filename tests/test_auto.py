@@ -56,6 +56,7 @@ def test_auto_takes_the_path_of_the_anchor_that_this_traffic_is_near():
             assert got.handle.path == path
             assert got.handle.decision.anchor == 1 and got.handle.decision.distance < 1e-9
         combine_all(replace(batch, world=world), [r.handle for r in received], make_outs(batch))
+        assert {each.path for each in world._exchanges} == {path}  # of the phase that ran last
 
 
 def test_auto_is_joint_far_from_all_anchors_and_native_without_remote_payload():

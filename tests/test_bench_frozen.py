@@ -68,6 +68,20 @@ def test_switches_are_told_from_what_stays_joint():
     assert frozen.summary([])["ratio_switches"] is None
 
 
+def test_the_recorded_results_are_what_their_table_decides():
+    results = ROOT / "bench" / "results"
+    table = CostTable.load(results / "calibrate-h200.json")
+    *asked, last = map(json.loads, (results / "frozen-h200.jsonl").read_text().splitlines())
+    known = {(p.payload_mib, p.rho, p.kappa) for p in table.points}
+    for one in asked:
+        assert (one["payload_mib"], one["rho"], one["kappa"]) not in known
+        traffic = {"rho": one["rho"], "kappa": one["kappa"]}
+        decision = table.select(payload_bytes=one["payload_mib"] * (1 << 20), **traffic)
+        assert (one["path"], one["anchor"]) == (decision.path, decision.anchor)
+    found = frozen.summary(asked)
+    assert found.items() <= last.items() and (found["switches"], found["helped"]) == (6, 6)
+
+
 def test_ranks_of_torchrun_measure_it_one_json_line_a_request(tmp_path):
     payload = 40 * 16 / (1 << 20)
     made, _ = table((Anchor(payload, 1, 1, "native"),), nodes=2, gpus=1, hidden=8)

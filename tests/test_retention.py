@@ -1,11 +1,14 @@
 """The rules by which a measured point becomes an anchor, on samples at and about each bound."""
 
 import doctest
+from pathlib import Path
 
 import pytest
 
-from railwave import retention
+from railwave import CostTable, retention
 from railwave.retention import CONTROL, judge
+
+RECORDED = Path(__file__).parents[1] / "bench" / "results" / "calibrate-h200.json"
 
 
 def spread(median, ratio=1.0, count=11):
@@ -108,3 +111,42 @@ def test_an_advantage_of_exactly_five_percent_is_enough():
     for native in range(100, 400):
         samples = {"joint": [1.05 * native] * 5, CONTROL: [1.05 * native] * 5}
         assert judge({**samples, "native": [float(native)] * 5}, relocated=True).path == "native"
+
+
+def test_recorded_samples_of_a_gpu_are_judged_as_their_table_says():
+    table = CostTable.load(RECORDED)
+    found = []
+    for point in table.points:
+        # Its 4 nodes x 2 GPUs have a rail each: balancing moves records where all are on one.
+        verdict = judge(point.samples_us, relocated=point.rho > 1.5)
+        assert verdict.reason == point.verdict
+        if verdict.path:
+            found.append((point.payload_mib, point.rho, point.kappa, verdict.path))
+    assert len(table.points) == 16 and {path for *_, path in found} == {"native", "rail"}
+    assert found == [(a.payload_mib, a.rho, a.kappa, a.path) for a in table.anchors]
+
+
+# Recorded in ms: 2 processes of a busy machine with two CPU cores, even rails.
+BUSY = {
+    "native": [459, 602, 321, 317, 345],
+    "rail": [496, 545, 475, 296, 325],
+    "permutation": [624, 625, 599, 306, 333],
+    "joint": [409, 537, 617, 314, 292],
+    CONTROL: [490, 513, 321, 320, 306],
+}
+CALMER = {  # but for the second turn
+    "native": [194, 265, 182, 174, 180],
+    "rail": [190, 182, 180, 176, 180],
+    "permutation": [194, 334, 182, 185, 179],
+    "joint": [196, 361, 181, 184, 177],
+    CONTROL: [191, 222, 191, 179, 179],
+}
+
+
+def test_recorded_noise_gets_no_anchor():
+    verdict = judge(BUSY, relocated=False)
+    assert verdict.path is None
+    assert verdict.reason == "noisy: joint and joint again differ by 1.274, more than 1.1"
+    for relocated in (False, True):
+        verdict = judge(CALMER, relocated=relocated)
+        assert verdict.path is None and "joint spreads by 1.652, more than 1.2" in verdict.reason

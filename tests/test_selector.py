@@ -54,6 +54,16 @@ def test_each_bound_just_inside_at_and_just_outside(sign, place, path):
     assert choose(28, **{**at, "kappa": 2.0 + sign * 0.04 * place}).path == path
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("beyond, path", [(5e-10, "native"), (2e-9, "joint")])
+def test_each_bound_has_a_slack_of_a_billionth(sign, beyond, path):
+    """Of the factor between payloads, and of the features of rho and kappa."""
+    at = {"rho": 3.0, "kappa": 2.0, "anchors": (Anchor(28, 3.0, 2.0, "native"),)}
+    assert choose(28 * (1.25 * (1 + beyond)) ** sign, **at).path == path
+    assert choose(28, **{**at, "rho": 3.0 + sign * (0.02 + beyond) * 7}).path == path
+    assert choose(28, **{**at, "kappa": 2.0 + sign * (0.02 + beyond) * 2}).path == path
+
+
 def test_beyond_a_bound_the_reason_names_it():
     anchors = (Anchor(28, 1.0, 1.0, "native"),)
     apart = "payload 36 MiB is more than 1.25 times apart: the anchor takes 22.4 to 35"
