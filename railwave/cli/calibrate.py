@@ -7,6 +7,7 @@ process for each GPU of the cluster that it is told of.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 QUICK_SAMPLES = 5
 DEADLINE_S = 120.0
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # beside RANK
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 POLL_S = 0.1  # between looks at whether torchrun has ended
 
 
@@ -180,7 +182,7 @@ def _under_torchrun(args: argparse.Namespace, num_ranks: int) -> int:
 
 
 def _run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command; end it, with all that it started, if this process is told to end.
+    """Run a command; end it, with all that it started, if this process is told to end or killed.
 
     The command hears SIGTERM whatever the signal, and in a session of its own only from here:
     torchrun ends its ranks at the first signal, and a second one would break that off.
@@ -189,13 +191,22 @@ def _run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
         Its exit code; 128 + n after signal n.
     """
     heard: list[int] = []
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def end_with_parent() -> None:  # whom SIGKILL gives no time to hand it on
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
     ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in ends}
     for number in ends:
         if before[number] != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda n, _: heard.append(n))
     try:
-        child = subprocess.Popen(command, env=environment, start_new_session=True)
+        child = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=end_with_parent
+        )
         try:
             while child.poll() is None and not heard:
                 time.sleep(POLL_S)
