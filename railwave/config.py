@@ -50,6 +50,7 @@ class Tiles:
     match: int  # records a program of match
     programs: int  # programs of a launch that moves payload, over all its peers
     warps: int  # of such a program
+    sum_warps: int  # of one that adds rows
     granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of RAIL_GBS
     part_bytes: int  # of what is put before others are heard: a round trip, steps included
     patience_ns: int  # of a receiver with a sender that it has granted something
@@ -87,6 +88,7 @@ INTERPRETED = Tiles(
     match=1024,
     programs=1,
     warps=4,
+    sum_warps=4,
     granted_bytes=0,
     part_bytes=0,
     patience_ns=1_000_000_000,
@@ -105,6 +107,7 @@ COMPILED = Tiles(
     match=128,
     programs=128,
     warps=8,
+    sum_warps=8,
     granted_bytes=4_000_000,  # a round trip is 5 us
     part_bytes=1_000_000,  # 40 us: that, and the steps of who grants and who is granted
     patience_ns=50_000_000,
@@ -114,9 +117,9 @@ COMPILED = Tiles(
 def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
     """Return tiles for PEs of which `sharing` share a GPU.
 
-    A program of 128 threads takes at most half of an SM's registers: 2 fit an SM. At most 1.5 an SM
-    wait at once, those of a put and of what is packed beside it, so that there is always room for
-    one of a kernel that is waited for, if that is as small.
+    A program takes at most half of an SM's registers, one that adds rows with twice the threads: 2
+    fit an SM. At most 1.5 an SM wait at once, those of a put and of what is packed beside it, so
+    that there is always room for one of a kernel that is waited for, if that is as small.
 
     Example: of 132 SMs, 32 PEs may have 4 programs each.
     """

@@ -8,6 +8,7 @@ moves a record or tells anybody (`Exchange.cut_short`).
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -39,6 +40,8 @@ class Rehearsal:
             RuntimeError: a kernel does not compile or load, on some rank; on all.
         """
         config = self._exchange.config
+        # The first call that is taken down (`recorded`) would import it, in seconds, mid-phase.
+        importlib.import_module("torch._dynamo")
         hosts = gather(os.uname().nodename)
         place = hosts[: self._exchange.pe].count(hosts[self._exchange.pe])
         for paths in (config.paths[place : place + 1], config.accepted_paths):

@@ -257,12 +257,13 @@ def unify_nan(memory, pes, name, dtype):
 
 
 @settings(max_examples=25)
-@given(clusters().filter(with_peers), st.sampled_from(DTYPES), st.data())
-def test_reduce(cluster, wire_dtype, data):
+@given(clusters().filter(with_peers), st.sampled_from(DTYPES), st.booleans(), st.data())
+def test_reduce(cluster, wire_dtype, wait, data):
     config, dtype, hidden, sizes, memory = cluster
     S, this = config.shape, draw_round(data, config)
     me = data.draw(st.integers(0, config.topo.num_ranks - 1))
     rows = fill_rows(memory, range(me // S.G * S.G, (me // S.G + 1) * S.G), hidden, dtype)
+    memory.words(me, "rows_in")[:] = mark(config, int(wait))
     memory.start()
     in_load = torch.randint(0, S.PROXY_RECORDS + 1, (S.N, S.G)).int()
     in_rows = random_entries(config, S.N * S.PROXY_RECORDS).view(S.N, S.PROXY_RECORDS, -1)
@@ -273,6 +274,7 @@ def test_reduce(cluster, wire_dtype, data):
         **{"rows_off": memory.off("rows"), "row_bytes": row_bytes_of(hidden, dtype)},
         **{"send_off": memory.off("send") + this.buffer * size, "record_words": size // 4},
         **{"num_peers": this.num_peers, "round_records": this.records, "hidden": hidden},
+        **{"rows_in_off": memory.off("rows_in"), "wait": wait},
         **{"dtype": dtype, "wire_dtype": wire_dtype, **where, **sizes},
     )
     send = round_block(memory, me, "send", this, hidden, wire_dtype, start=this.buffer * size)
@@ -499,7 +501,8 @@ def test_give_back_that_misses_a_word_says_nothing(word):
     memory.check()
 
 
-def test_nothing_is_written_once_the_phase_has_failed():
+@pytest.mark.parametrize("waits", ["own", "reduce"])
+def test_nothing_is_written_once_the_phase_has_failed(waits):
     """A missing word at the start; then own, reduce, take and final leave all as it was."""
     config = make_config(2, 2, 2, dtype=torch.float32)
     memory, S = Memory(config), config.shape
@@ -513,19 +516,28 @@ def test_nothing_is_written_once_the_phase_has_failed():
     sizes = {"shape": S, "programs": 2, "block_m": 2}
     rows = {"rows_off": memory.off("rows"), "row_bytes": 32, "dtype": torch.float32, "block_h": 8}
     told = {"rows_read_off": memory.off("rows_read"), "tell": True}
-    reduce.own(
-        *(acc, memory.bases, state, entries),
-        **{"me": 0, "rows_in_off": memory.off("rows_in"), **rows, **told, **sizes},
-    )
-    failed = failure(state)
-    assert failed == ("rows_in", 1, 5, mark(config, 1))
     wire = {"wave": 1, "first": 0, "round_records": 4, "record_words": 8}
     wire |= {"wire_dtype": torch.float32}
-    reduce.reduce(
-        *(memory.bases, state, entries.expand(2, 4, -1).contiguous(), torch.full((2, 2), 4).int()),
-        **{"me": 0, "send_off": memory.off("send"), "num_peers": 1, "hidden": 5},
-        **{**wire, **rows, **sizes},
-    )
+
+    def run_own():
+        reduce.own(
+            *(acc, memory.bases, state, entries),
+            **{"me": 0, "rows_in_off": memory.off("rows_in"), **rows, **told, **sizes},
+        )
+
+    def run_reduce(wait):
+        in_rows, in_load = entries.expand(2, 4, -1).contiguous(), torch.full((2, 2), 4).int()
+        reduce.reduce(
+            *(memory.bases, state, in_rows, in_load),
+            **{"me": 0, "send_off": memory.off("send"), "num_peers": 1, "hidden": 5},
+            **{"rows_in_off": memory.off("rows_in"), "wait": wait, **wire, **rows, **sizes},
+        )
+
+    run_own() if waits == "own" else run_reduce(wait=True)
+    failed = failure(state)
+    assert failed == ("rows_in", 1, 5, mark(config, 1))
+    run_own()
+    run_reduce(wait=False)
     combine.take(
         *(acc, memory.bases, state, *tables, torch.zeros(2, 4).int(), tables[1]),
         **{"me": 0, "recv_off": memory.off("recv"), "returned_off": memory.off("returned")},

@@ -120,8 +120,7 @@ def test_case_d1_local(world):
     )
     pack.local(
         *(own_rows, world.bases, make_state(), row_index, row_start, tokens),
-        **{"me": 3, "rows_off": SEND, "packed_off": WORD["packed"], "tell_packed": True},
-        **{"delivered_off": WORD["delivered"]},
+        **{"me": 3, "rows_off": SEND, "delivered_off": WORD["delivered"], "tell": False},
         **{"shape": world.shape, "fmt": FMT, "block_w": 4, **SIZES},
     )
     assert own_rows[0].item() == row

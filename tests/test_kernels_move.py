@@ -140,8 +140,8 @@ def node_batch(config, fmt, num_tokens):
 
 
 @settings(max_examples=25)
-@given(clusters(), st.integers(0, 4), st.integers(0, 2), st.data())
-def test_pack(cluster, num_tokens, wait_step, data):
+@given(clusters(), st.integers(0, 4), st.integers(0, 2), st.sampled_from([0, 3]), st.data())
+def test_pack(cluster, num_tokens, wait_step, tell_step, data):
     config, fmt, sizes, memory = cluster
     S, this = config.shape, draw_round(data, config)
     node = data.draw(st.integers(0, S.N - 1))
@@ -165,6 +165,7 @@ def test_pack(cluster, num_tokens, wait_step, data):
             send_off=memory.off("send") + start,
             packed_off=memory.off("packed"),
             wait_step=wait_step,
+            tell_step=tell_step,
             num_peers=this.num_peers,
             round_records=this.records,
             shape=S,
@@ -173,6 +174,8 @@ def test_pack(cluster, num_tokens, wait_step, data):
             **sizes,
         )
         pack.pack_ref(send, *records, shape=S, fmt=fmt, **where)
+        for pe in mates if tell_step else ():
+            memory.words(pe, "packed")[me % S.G] = mark(config, tell_step)
     memory.check()
 
 
@@ -224,9 +227,8 @@ def run_local_once(config, fmt, rows):
     pack.local(
         *(own_rows, memory.bases, memory.state(), row_index, row_start),
         make_tokens(config, fmt, len(rows)),
-        **{"me": 0, "rows_off": memory.off("rows"), "packed_off": memory.off("packed")},
-        **{"delivered_off": memory.off("delivered")},
-        **{"tell_packed": False, "shape": S, "fmt": fmt},
+        **{"me": 0, "rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")},
+        **{"tell": False, "shape": S, "fmt": fmt},
         **{"programs": 1, "block_m": 2, "block_w": 4},
     )
     return own_rows
@@ -234,7 +236,7 @@ def run_local_once(config, fmt, rows):
 
 @settings(max_examples=25)
 @given(clusters(), st.integers(0, 4), st.booleans(), st.data())
-def test_local(cluster, num_tokens, tell_packed, data):
+def test_local(cluster, num_tokens, tell, data):
     config, fmt, sizes, memory = cluster
     S = config.shape
     me = data.draw(st.integers(0, S.N * S.G - 1))
@@ -255,16 +257,15 @@ def test_local(cluster, num_tokens, tell_packed, data):
         *(own_rows, memory.bases, memory.state(), *records),
         me=me,
         rows_off=memory.off("rows"),
-        packed_off=memory.off("packed"),
         delivered_off=memory.off("delivered"),
-        tell_packed=tell_packed,
+        tell=tell,
         shape=S,
         fmt=fmt,
         **sizes,
     )
     pack.local_ref(want_own_rows, rows, *records, me=me, shape=S, fmt=fmt)
-    for pe in mates:
-        memory.words(pe, "packed" if tell_packed else "delivered")[me % S.G] = mark(config, 1)
+    for pe in mates if tell else ():
+        memory.words(pe, "delivered")[me % S.G] = mark(config, 1)
     memory.check()
     assert torch.equal(own_rows, want_own_rows)
 
@@ -635,8 +636,8 @@ def test_nothing_is_written_once_the_phase_has_failed():
     pack.local(
         *(own_rows, memory.bases, state, rank.row_index, torch.zeros(6, 2).int()),
         rank.tokens,
-        **{"me": 0, "rows_off": memory.off("rows"), "packed_off": memory.off("packed")},
-        **{"delivered_off": memory.off("delivered"), "tell_packed": True, "shape": S, "fmt": fmt},
+        **{"me": 0, "rows_off": memory.off("rows"), "delivered_off": memory.off("delivered")},
+        **{"tell": True, "shape": S, "fmt": fmt},
         **{"programs": 1, "block_m": 4, "block_w": 4},
     )
     put_words = torch.zeros(3, dtype=torch.int64)

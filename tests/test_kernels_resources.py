@@ -25,6 +25,7 @@ from railwave.kernels import load
 from test_kernels_compile import SM_90
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+HALF_AN_SM = 1 << 15  # registers, so that two programs fit
 # What moves payload: 16 bytes at a time.
 BY_EXPERT = tuple(f"_{name}_kernel" for name in ("tally", "place", "spread", "gather", "final"))
 MOVING = (
@@ -133,6 +134,8 @@ def test_kernels_at_full_size_keep_all_in_registers_and_move_16_bytes_at_a_time(
         stack = stack_of(asm, tmp_path)
         assert stack <= 64, (name, stack, constants)  # a few saved registers are no array
         assert name != "granted" or registers_of(tmp_path) <= 128
+        threads = 32 * launch[-1]["num_warps"]
+        assert sharing == 1 or registers_of(tmp_path) * threads <= HALF_AN_SM, name
         if name in MOVING:
             seen.add(name)
             for what in ("ld", "st"):

@@ -3,6 +3,7 @@
 Results, quotas, bytes and windows are checked by each run: see worlds.py.
 """
 
+import contextlib
 import random
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from heaps import DEVICE
-from railwave.config import WAVES
+from railwave.config import PATHS, WAVES
+from railwave.exchange import Exchange
 from worlds import LastFirst, combine, dispatch, make_batch, make_outs, make_world, run
 
 pytestmark = pytest.mark.usefixtures("poison_empty")
@@ -47,6 +49,38 @@ def test_one_sender_a_rail_in_any_order(path, order):
     """Three nodes, two GPUs on one rail, two rounds a slice."""
     world = make_world(3, 2, 1, staging_records=2, order=order)
     run(make_batch(world, [4, 0, 4, 3, 1, 4]), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("staging", [1, 5], ids=["rounds", "one"])
+def test_what_is_launched_beside_a_put_gives_the_same_bytes(path, staging, monkeypatch):
+    """As on a GPU: the own node's rows beside the last put, its sums beside the first one."""
+    beside, seen = [False], []
+
+    @contextlib.contextmanager
+    def beside_put(pe):
+        beside[0] = True
+        yield
+        beside[0] = False
+
+    monkeypatch.setattr(Exchange, "beside_put", beside_put)
+    monkeypatch.setattr(Exchange, "join", lambda pe: None)
+    world = make_world(
+        *(3, 2, 1), max_tokens_per_rank=5, staging_records=staging, order=random.Random(0)
+    )
+    for pe in world._exchanges:
+        pe.beside = True
+    kernels = world._exchanges[0].kernels
+    for module, name in ((kernels.pack, "local"), (kernels.reduce, "own")):
+        launch = getattr(module, name)
+
+        def watched(*args, launch=launch, name=name, **options):
+            seen.append((name, beside[0]))
+            launch(*args, **options)
+
+        monkeypatch.setattr(module, name, watched)
+    run(make_batch(world, [5, 0, 4, 3, 1, 5]), path)
+    assert set(seen) == {("local", True), ("own", True)} and len(seen) == 2 * 6
 
 
 class OneSlow(random.Random):

@@ -1,8 +1,9 @@
 """Combine: the results of a token's rows back to its owner, summed.
 
-(gather) -> copy in -> own, reduce -> (put, reduce, give back, take) a round -> final
+(gather) -> copy in -> reduce -> (put, reduce, give back, take) a round -> final
 
-On the path granted, the one round's put is `granted`.
+Beside a put, where that may be, the next round's sums are added up; beside the first one `own` adds
+up what stays on the node. On the path granted, the one round's put is `granted`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -77,9 +79,10 @@ def combine(
         yield from pe.hear_status()
     yield pe.all_wait("rows_in", 1)
 
-    _own(sums, tell=not rounds)
+    if not rounds or not pe.beside:
+        _own(sums, tell=not rounds)
     if rounds and handle.path != "granted":
-        _reduce(sums, rounds[0])
+        _reduce(sums, rounds[0], wait=True)
     for this, after in zip_longest(rounds, rounds[1:]):
         if handle.path == "granted":
             yield from _granted(sums, this)
@@ -95,29 +98,34 @@ def combine(
 
 
 def _granted(sums: _Sums, this: Round) -> Stages:
-    """Put all sums as receivers grant them; add up those of later waves meanwhile."""
+    """Put all sums as receivers grant them; meanwhile add up later waves, then the own node."""
     pe, handle = sums.pe, sums.handle
     packs = pe.config.packs(this) if pe.beside else [this]
     more = packs[1:]
-    _reduce(sums, packs[0], tell=bool(more))
-    if more:
+    _reduce(sums, packs[0], wait=True, tell=bool(more))
+    if pe.beside:
         with pe.beside_put():
             for later in more:
                 _reduce(sums, later, tell=True)
+            _own(sums)
     loads = handle.in_load, handle.out_load
     words, waves = sums.sum_words, len(packs) if more else 0
     yield from granted(pe, *loads, record_words=words, packs=waves)
-    if more:
+    if pe.beside:
         pe.join()
 
 
 def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
-    """Put a round's sums; add up those of the round after it meanwhile."""
+    """Put a round's sums; meanwhile add up those of the round after it, and first the own node."""
     pe, handle = sums.pe, sums.handle
+    own = this.step == 1
     yield partial(pe.put_waits, handle.in_load, this, packed=False, grant=True)
-    if after and pe.beside:
+    if pe.beside and (after or own):
         with pe.beside_put():
-            _reduce(sums, after)
+            if after:
+                _reduce(sums, after)
+            if own:
+                _own(sums)
     pe.put(
         *(handle.in_load, this),
         record_words=sums.sum_words,
@@ -125,10 +133,10 @@ def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
         wait_grant=True,
         tell_taken=this.step > 1,
     )
-    if after and not pe.beside:
-        _reduce(sums, after)
-    elif after:
+    if pe.beside and (after or own):
         pe.join()
+    elif after:
+        _reduce(sums, after)
 
 
 def apart(pe: Exchange, options: Options) -> Options:
@@ -157,6 +165,11 @@ def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> N
         block_h=tiles.block_h,
         warps=tiles.warps,
     )
+
+
+def _tiles(pe: Exchange) -> dict[str, Any]:
+    """Return the arguments that a launcher takes of kernels that add rows."""
+    return {**pe.tiles(), "warps": pe.config.tiles.sum_warps}
 
 
 def _copy_in(
@@ -188,12 +201,12 @@ def _copy_in(
         sum_words=sums.sum_words,
         **pe.notify_args(),
         block_w=tiles.block_w(tiles.block_m),
-        **pe.tiles(),
+        **_tiles(pe),
     )
     pe.advance()
 
 
-def _own(sums: _Sums, *, tell: bool) -> None:
+def _own(sums: _Sums, *, tell: bool = False) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.reduce.own(
         *(sums.acc, pe.heap.bases, pe.state, handle.own_rows),
@@ -205,11 +218,11 @@ def _own(sums: _Sums, *, tell: bool) -> None:
         tell=tell,
         dtype=sums.dtype,
         block_h=pe.config.tiles.block_h,
-        **pe.tiles(),
+        **_tiles(pe),
     )
 
 
-def _reduce(sums: _Sums, this: Round, *, tell: bool = False) -> None:
+def _reduce(sums: _Sums, this: Round, *, wait: bool = False, tell: bool = False) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.reduce.reduce(
         *(pe.heap.bases, pe.state, handle.in_rows, handle.in_load),
@@ -221,10 +234,12 @@ def _reduce(sums: _Sums, this: Round, *, tell: bool = False) -> None:
         dtype=sums.dtype,
         wire_dtype=sums.wire,
         block_h=pe.config.tiles.block_h,
+        rows_in_off=layout["rows_in"],
+        wait=wait,
         packed_off=layout["packed"],
         tell_step=this.step if tell else 0,
         **pe.round_args(this),
-        **{**pe.tiles(), "programs": pe.programs(this)},
+        **{**_tiles(pe), "programs": pe.programs(this)},
     )
 
 
@@ -263,7 +278,7 @@ def _take(sums: _Sums, this: Round, peer: int, *, last: bool) -> None:
         step=this.step,
         wire_dtype=sums.wire,
         block_h=pe.config.tiles.block_h,
-        **pe.tiles(),
+        **_tiles(pe),
     )
 
 
@@ -275,6 +290,6 @@ def _final(sums: _Sums, bias: tuple[torch.Tensor, ...]) -> torch.Tensor:
         me=pe.pe,
         rows_read_off=pe.heap.layout["rows_read"],
         block_h=tiles.block_h,
-        **pe.tiles(),
+        **(pe.tiles() if bias else _tiles(pe)),  # a bias takes registers
     )
     return y

@@ -1,14 +1,15 @@
 """Dispatch: every token to the ranks of its experts.
 
-count -> forward -> (verdict) -> quota, match, pack, local -> (put, pack, unpack) a round -> finish
+count -> forward -> (verdict) -> quota, match, pack -> (put, pack, unpack) a round -> finish
 
-On the path granted, the one round's put is `granted`, which the other packs are beside.
+The next round is packed beside a put, where that may be; beside the last one `local` writes what
+stays on the node. On the path granted, the one round's put is `granted`, beside all of that.
 
 or, for rows by expert, tally, place and spread in place of finish.
 
 With an earlier call's handle nothing is counted or planned, and records are payload alone:
 
-begin -> forward -> heard, pack, local -> (put, pack, unpack) a round -> finish
+begin -> forward -> heard, pack -> (put, pack, unpack) a round -> finish
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def dispatch(pe: Exchange, call: Call) -> Stages:
     if rounds and moves.call.path == "granted":
         yield from _granted(moves, rounds[0])
     elif rounds:
-        moves.pack(rounds[0])
-        moves.local(tell_packed=True)
+        moves.pack(rounds[0], tell=True)
+        if not pe.beside:
+            moves.local()
         for this, after in zip_longest(rounds, rounds[1:]):
             yield from _round(moves, this, after)
     else:
-        moves.local(tell_packed=False)
+        moves.local(tell=True)
     yield pe.all_wait("delivered", 1)
     return finish(pe, moves.call, moves.handle)
 
@@ -66,13 +68,13 @@ def _apart(pe: Exchange, call: Call) -> Call:
 
 
 def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
-    """Move a round; pack the one after it meanwhile."""
+    """Move a round; meanwhile pack the one after it, or write the own node's rows."""
     pe, out_load = moves.pe, moves.handle.out_load
     granted = this.step > 1  # a notify grants the first round
     yield partial(pe.put_waits, out_load, this, packed=True, grant=granted)
-    if after and pe.beside:
+    if pe.beside:
         with pe.beside_put():
-            moves.pack(after, wait_step=this.step)
+            moves.pack(after, wait_step=this.step) if after else moves.local()
     pe.put(
         *(out_load, this),
         record_words=moves.call.fmt.RECORD_WORDS,
@@ -80,29 +82,31 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
         wait_grant=granted,
         tell_taken=False,
     )
-    if after and not pe.beside:
-        moves.pack(after)
-    elif after:
+    if pe.beside:
         pe.join()
+    elif after:
+        moves.pack(after)
     yield partial(pe.arrived_waits, moves.handle.in_load, this)
     moves.unpack(this, after)
 
 
 def _granted(moves: Moves, this: Round) -> Stages:
-    """Move all records as receivers grant them; pack those of later waves meanwhile."""
+    """Move all records as receivers grant them; meanwhile pack later waves, then the own node."""
     pe, handle = moves.pe, moves.handle
     packs = pe.config.packs(this) if pe.beside else [this]
-    moves.pack(packs[0])
-    moves.local(tell_packed=True)
+    moves.pack(packs[0], tell=True)
+    if not pe.beside:
+        moves.local()
     yield partial(pe.put_waits, handle.out_load, packs[0], packed=True, grant=False)
-    if packs[1:]:
+    if pe.beside:
         with pe.beside_put():
             for later in packs[1:]:
-                moves.pack(later, beside=True)
+                moves.pack(later, tell=True, beside=True)
+            moves.local()
     words = moves.call.fmt.RECORD_WORDS
     loads = handle.out_load, handle.in_load
     yield from granted(pe, *loads, record_words=words, packs=len(packs))
-    if packs[1:]:
+    if pe.beside:
         pe.join()
     yield partial(pe.arrived_waits, handle.in_load, this)
     moves.unpack(this, None)
@@ -249,7 +253,9 @@ class Moves:
             return self.pe.kernels.pack.Tokens(words, words, words.view(torch.float32))
         return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)
 
-    def pack(self, this: Round, *, wait_step: int = 0, beside: bool = False) -> None:
+    def pack(
+        self, this: Round, *, tell: bool = False, wait_step: int = 0, beside: bool = False
+    ) -> None:
         """Write a round's records to their proxies; beside a put: after `wait_step`, or at once."""
         pe, call, handle = self.pe, self.call, self.handle
         layout, tiles = pe.heap.layout, pe.config.tiles
@@ -260,24 +266,23 @@ class Moves:
             send_off=layout["send"] + this.buffer * call.fmt.RECORD_WORDS * 4,
             packed_off=layout["packed"],
             wait_step=wait_step,
-            tell_step=this.step if beside else 0,
+            tell_step=this.step if tell else 0,
             fmt=call.fmt,
             block_w=tiles.block_w(tiles.block_m),
             **pe.round_args(this),
             **{**pe.tiles(), "programs": max(1, programs // 2) if later else programs},
         )
 
-    def local(self, *, tell_packed: bool) -> None:
-        """Write the rows of the own node."""
+    def local(self, *, tell: bool = False) -> None:
+        """Write the rows of the own node; `tell`: no other come."""
         pe, call, layout, tiles = self.pe, self.call, self.pe.heap.layout, self.pe.config.tiles
         pe.kernels.pack.local(
             *(self.handle.own_rows, pe.heap.bases, pe.state, pe.row_index, self.row_start),
             self._tokens,
             me=pe.pe,
             rows_off=layout["rows"],
-            packed_off=layout["packed"],
             delivered_off=layout["delivered"],
-            tell_packed=tell_packed,
+            tell=tell,
             fmt=call.fmt,
             block_w=tiles.block_w(2 * tiles.block_m),
             # Fewer rows at a time than pack: it keeps where each goes on every GPU of the node.

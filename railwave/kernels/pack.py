@@ -143,7 +143,7 @@ def _pack_kernel(
 
     Round i overwrites what the proxies put in round i - 2, which has ended once each of them has
     said packed(i - 1): wait_step, if this launch does not follow a put that waited for it.
-    tell_step: the last program says packed(tell_step), for a put that runs beside this.
+    tell_step: the last program says packed(tell_step).
 
     Example: ROUND_RECORDS 2, first 2: of slots 0, 1, 2, 3 of a proxy the last two go to its
     places 0 and 1.
@@ -203,12 +203,11 @@ def _local_kernel(
     stride_weights_k,
     me,
     rows_off,
-    packed_off,
     delivered_off,
     num_tokens,
     S: tl.constexpr,
     F: tl.constexpr,
-    TELL_PACKED: tl.constexpr,
+    TELL: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -219,9 +218,6 @@ def _local_kernel(
     """
     me: int = i64(me)
     node: int = me // S.G
-    if TELL_PACKED:
-        if i64(tl.program_id(0)) == 0:
-            tell_node(bases_ptr, state_ptr, me, packed_off, mark(state_ptr, 1, S), S)
     n: int = i64(num_tokens) * alive(state_ptr)
     g = iota(S.G_P)
     starts = tl.load(row_start_ptr + me * S.G + g, mask=g < S.G, other=0).to(tl.int64)
@@ -248,7 +244,7 @@ def _local_kernel(
             *(topk_idx_ptr, stride_idx_t, stride_idx_k),
             *(weights_ptr, stride_weights_t, stride_weights_k, F, ROW_ALIGN, BLOCK_W),
         )
-    if not TELL_PACKED:
+    if TELL:
         if is_last(state_ptr) > 0:
             tell_node(bases_ptr, state_ptr, me, delivered_off, mark(state_ptr, 1, S), S)
 
@@ -293,7 +289,7 @@ def pack(
         wave, num_peers: the peers are nodes (own + wave + i) mod N for i < num_peers.
         first, round_records: slots [first, first + round_records) are this round's.
         wait_step: wait for packed(wait_step) of the node first; 0: nothing to wait for.
-        tell_step: say packed(tell_step) at the end; 0: what is launched next says it.
+        tell_step: say packed(tell_step) at the end; 0: `unpack` of the round before says it.
         programs, block_m, block_w: programs a peer, records a tile, words of each in it.
         warps: of a program.
     """
@@ -320,9 +316,8 @@ def local(
     *,
     me: int,
     rows_off: int,
-    packed_off: int,
     delivered_off: int,
-    tell_packed: bool,
+    tell: bool,
     shape: Shape,
     fmt: Format,
     programs: int,
@@ -337,16 +332,15 @@ def local(
             own node. Where rows are payload alone it is read instead, and row_index, row_start not.
         row_start: (W, G) int32, from `quota`.
         rows_off: byte offset of the region of rows.
-        packed_off, delivered_off: byte offsets of the words packed[local GPU], delivered[...].
-        tell_packed: say first that the first round is packed; else say last that all is delivered,
-            since no round follows.
+        delivered_off: byte offset of the words delivered[local GPU].
+        tell: say last that all is delivered, since no round follows.
     """
     _local_kernel[(programs,)](
         *(own_rows, bases, state, row_index, row_start, *tokens.kernel_args()),
-        *(me, rows_off, packed_off, delivered_off, tokens.words.shape[0]),
+        *(me, rows_off, delivered_off, tokens.words.shape[0]),
         S=shape,
         F=fmt,
-        TELL_PACKED=tell_packed,
+        TELL=tell,
         ROW_ALIGN=row_align(tokens.words),
         BLOCK_M=block_m,
         BLOCK_W=min(block_w, pow2(fmt.IDS)),

@@ -255,9 +255,11 @@ def _reduce_kernel(
     me,
     rows_off,
     send_off,
+    rows_in_off,
     packed_off,
     wave,
     first,
+    wait,
     tell_step,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -272,7 +274,8 @@ def _reduce_kernel(
 ):
     """Write p(this node), rounded to WIRE, of each record to return in the round.
 
-    tell_step: the last program says packed(tell_step), for `granted`, which runs beside.
+    wait: no launch before this one has waited for the node's rows. tell_step: the last program says
+    packed(tell_step), for `granted`, which runs beside.
 
     Example: bfloat16 rows 1.0 and 2**-9 of a record on GPUs 0 and 1: 1.001953125 rounds to 1.0.
     """
@@ -284,6 +287,9 @@ def _reduce_kernel(
     first: int = i64(first)
     n: int = records_in_round(in_load_ptr, s * S.G + local, first, ROUND_RECORDS)
     n: int = n * alive(state_ptr)
+    if i64(wait) > 0:
+        value: int = mark(state_ptr, 1, S)
+        n: int = n * wait_node(bases_ptr, state_ptr, me, rows_in_off, value, ROWS_IN, S)
     dst = tl.load(bases_ptr + me) + send_off
     dst += peer * (ROUND_RECORDS * RECORD_WORDS * 4)
     rows_ptr = in_rows_ptr + (s * S.PROXY_RECORDS + first) * ENTRIES
@@ -438,6 +444,8 @@ def reduce(
     programs: int,
     block_m: int,
     block_h: int,
+    rows_in_off: int = 0,
+    wait: bool = False,
     packed_off: int = 0,
     tell_step: int = 0,
     warps: int = 4,
@@ -448,11 +456,12 @@ def reduce(
         in_rows: (N, PROXY_RECORDS, ENTRIES) int32 and in_load: (N, G) int32, from the dispatch.
         send_off: byte offset of the round's send buffer, record_words words a record.
         wave, num_peers, first, round_records: the round, as in `pack`.
+        rows_in_off, wait: wait for the words rows_in[local GPU] of the node first.
         packed_off, tell_step: say packed(tell_step) at the end; 0: nobody waits for it.
     """
     _reduce_kernel[(programs, num_peers)](
         *(bases, state, in_rows, in_load, me, rows_off, send_off),
-        *(packed_off, wave, first, tell_step),
+        *(rows_in_off, packed_off, wave, first, int(wait), tell_step),
         S=shape,
         H=hidden,
         DTYPE=DTYPES[dtype],
