@@ -56,11 +56,12 @@ def layer(rank, ranks, backend, **more):
             torch.compiler.cudagraph_mark_step_begin()
             y = function(rw, x, ids, w, experts, alignment, shared)
             (y * torch.arange(8, device=device)).sum().backward()
-            y = y.detach().clone()  # a graph's next replay writes there
+            kept = [y.detach().clone()]  # a graph's next replay writes there, and to gradients
+            kept += [leaf.grad.clone() for leaf in leaves]
             torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 served = function(rw, x, ids, w, experts, alignment, shared)
-            runs.append([y, served.clone(), *(leaf.grad.clone() for leaf in leaves)])
+            runs.append([*kept, served.clone()])
         for got, want in zip(*runs, strict=True):
             if backend == "aot_eager":
                 assert bytes_equal(got, want), alignment
