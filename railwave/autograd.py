@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from railwave.handle import Handle, Received
 from railwave.turns import keep_until_used
@@ -97,7 +97,46 @@ def combine(
     flat = [(rank, bias) for rank, given in enumerate(biases) for bias in given]
     ranks = [rank for rank, _ in flat]
     inputs = (*outs, *anchors, *weights, *(bias for _, bias in flat))
-    return list(_Combine.apply(verbs, run, handles, ranks, *inputs))
+    *ys, _ = _Combine.apply(verbs, run, handles, ranks, *inputs)
+    return ys
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Hand a gradient on that has none in turn.
+
+    `anchor`, an output of the function whose gradient it is, leads to all that it depends on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "gradients of dispatch and combine are first order: one of them, made with "
+            "create_graph=True, was differentiated in turn"
+        )
+
+
+def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Let what a backward pass returns raise where it is differentiated in turn.
+
+    The last tensor that was saved is the `anchor`. torch's `once_differentiable` has none: where
+    the gradient that came in is a constant, it takes what is returned for one, too.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        in_turn = torch.is_grad_enabled()
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not in_turn:
+            return found
+        *_, anchor = ctx.saved_tensors
+        return tuple(one if one is None else _FirstOrder.apply(one, anchor) for one in found)
+
+    return run
 
 
 class _Dispatch(torch.autograd.Function):
@@ -112,15 +151,16 @@ class _Dispatch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         repeats = len(inputs) == n
         rows, weights = zip(*(_handed_out(received, repeats) for received in made), strict=True)
+        anchors = [torch.empty(0, device=received.x.device) for received in made]
+        ids = [received.topk_idx for received in made]  # saved, for an edit would show
         if repeats:
             ctx.mark_non_differentiable(*weights)
-        else:
-            ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
-        anchors = [torch.empty(0, device=received.x.device) for received in made]
+            ids = []
+        ctx.save_for_backward(*ids, anchors[0])
         return (*rows, *weights, *anchors)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         handles, n, wanted = ctx.handles, len(ctx.handles), ctx.needs_input_grad[4:]
         found: list[torch.Tensor | None] = [None] * len(wanted)
@@ -128,7 +168,7 @@ class _Dispatch(torch.autograd.Function):
             of_xs = zip(grads[:n], handles, ctx.dtypes[:n], ctx.widths, strict=True)
             found[:n] = ctx.verbs.combine([_or_zeros(*each) for each in of_xs], handles)
         if any(wanted[n:]):
-            triples = zip(grads[n : 2 * n], handles, ctx.saved_tensors, strict=True)
+            triples = zip(grads[n : 2 * n], handles, ctx.saved_tensors[:-1], strict=True)
             rows = [_of_weights(*each) for each in triples]
             sums = ctx.verbs.combine(rows, [handle.by_token for handle in handles])
             found[n:] = [s.to(dtype) for s, dtype in zip(sums, ctx.dtypes[n:], strict=True)]
@@ -152,13 +192,15 @@ class _Combine(torch.autograd.Function):
         weights = inputs[2 * n : 3 * n]
         weighed = [(out, w) for out, w in zip(inputs[:n], weights, strict=True) if w is not None]
         ctx.weighed = [w is not None for w in weights]
-        ctx.save_for_backward(*(tensor for pair in weighed for tensor in pair))
-        return tuple(run())
+        ys = run()
+        anchor = torch.empty(0, device=ys[0].device)
+        ctx.save_for_backward(*(tensor for pair in weighed for tensor in pair), anchor)
+        return (*ys, anchor)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        n, dys = len(ctx.handles), [_dense(grad) for grad in grads]
+        n, dys = len(ctx.handles), [_dense(grad) for grad in grads[:-1]]
         found: list[torch.Tensor | None] = [None] * (3 * n)
         if any(ctx.needs_input_grad[4 : 4 + 3 * n]):
             saved = list(ctx.saved_tensors)
@@ -276,5 +318,7 @@ def _rows_that_came(received: Received) -> torch.Tensor:
 
 def rows_that_came(x: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
     """Return the rows, 0 where static shapes leave them undefined."""
-    row = torch.arange(x.shape[0], device=x.device)
-    return torch.where((row < num_rows)[:, None], x, 0)
+    came = (torch.arange(x.shape[0], device=x.device) < num_rows)[:, None]
+    if x.itemsize == 1:  # float8, of which inductor compiles no `where`
+        return torch.where(came, x.view(torch.uint8), 0).view(x.dtype)
+    return torch.where(came, x, 0)

@@ -223,6 +223,31 @@ def test_layers_stay_open_and_a_repeated_dispatch_has_gradients():
         assert torch.allclose(x.grad, 3.0 * num_ranks.to(DEVICE)[:, None].expand(3, 8))
 
 
+@pytest.mark.parametrize("through", ["dispatch", "combine"])
+def test_a_gradient_that_is_differentiated_in_turn_raises(through):
+    """A penalty of gradients, of which a part does not come through the verbs."""
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2, dtype=torch.float32)
+    x, weight = (torch.ones(8, device=DEVICE, requires_grad=True) for _ in range(2))
+
+    def loss():
+        if through == "dispatch":
+            tokens = [x.expand(2, 8) * 1] * 2
+            rows = [r.x for r in world.dispatch(tokens, *batch.arguments[1:])]
+            return sum((row**3).sum() for row in rows) + (x**2).sum()
+        received = world.dispatch(*batch.arguments)
+        outs = [torch.ones_like(r.x) * weight for r in received]
+        ys = world.combine(outs, [r.handle for r in received])
+        return sum((y**3).sum() for y in ys) + (weight**2).sum()
+
+    leaf = x if through == "dispatch" else weight
+    (want,) = torch.autograd.grad(loss(), leaf)
+    (once,) = torch.autograd.grad(loss(), leaf, create_graph=True)
+    assert torch.equal(once, want)
+    with pytest.raises(RuntimeError, match="dispatch and combine are first order"):
+        torch.autograd.grad((once**2).sum(), leaf)
+
+
 def trained(world, batch, **form):
     """Dispatch tokens that need gradients; return them, and what was received."""
     xs = [torch.randn(len(x), 8, device=DEVICE, requires_grad=True) for x in batch.xs]
