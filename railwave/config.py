@@ -51,6 +51,7 @@ class Tiles:
     programs: int  # programs of a launch that moves payload, over all its peers
     warps: int  # of such a program
     sum_warps: int  # of one that adds rows
+    waiting: int  # programs of a PE that may wait at once: a put's and those of a pack beside it
     granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of RAIL_GBS
     part_bytes: int  # of what is put before others are heard: a round trip, steps included
     patience_ns: int  # of a receiver with a sender that it has granted something
@@ -89,6 +90,7 @@ INTERPRETED = Tiles(
     programs=1,
     warps=4,
     sum_warps=4,
+    waiting=2,
     granted_bytes=0,
     part_bytes=0,
     patience_ns=1_000_000_000,
@@ -108,6 +110,7 @@ COMPILED = Tiles(
     programs=128,
     warps=8,
     sum_warps=8,
+    waiting=192,
     granted_bytes=4_000_000,  # a round trip is 5 us
     part_bytes=1_000_000,  # 40 us: that, and the steps of who grants and who is granted
     patience_ns=50_000_000,
@@ -117,9 +120,10 @@ COMPILED = Tiles(
 def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
     """Return tiles for PEs of which `sharing` share a GPU.
 
-    A program takes at most half of an SM's registers, one that adds rows with twice the threads: 2
-    fit an SM. At most 1.5 an SM wait at once, those of a put and of what is packed beside it, so
-    that there is always room for one of a kernel that is waited for, if that is as small.
+    No more programs wait at once than there are SMs, those of a put and of what is packed beside it
+    together: 192 on 132 SMs, of 32 processes under MPS, kept kernels that they waited for from ever
+    beginning, though two fit an SM. A program takes at most half of an SM's registers, one that
+    adds rows with twice the threads.
 
     Example: of 132 SMs, 32 PEs may have 4 programs each.
     """
@@ -129,7 +133,8 @@ def fitting(tiles: Tiles, num_sms: int, sharing: int) -> Tiles:
     # Two rows at least, as in `clipped`; two programs of quota, since all of its programs wait.
     smaller = {"block_m": max(2, tiles.block_m // 2), "tile_words": tiles.tile_words // 2}
     others = {"block_t": 256, "block_i": 1 << 20}
-    return replace(tiles, programs=programs, warps=tiles.warps // 2, **smaller, **others)
+    others |= {"programs": programs, "waiting": programs, "warps": tiles.warps // 2}
+    return replace(tiles, **smaller, **others)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
         wait_packed=False,
         wait_grant=True,
         tell_taken=this.step > 1,
+        programs=pe.programs(this),
     )
     if pe.beside and (after or own):
         pe.join()

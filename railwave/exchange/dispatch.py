@@ -71,18 +71,24 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
     """Move a round; meanwhile pack the one after it, or write the own node's rows."""
     pe, out_load = moves.pe, moves.handle.out_load
     granted = this.step > 1  # a notify grants the first round
+    programs, pack_programs = pe.programs_at_once(this) if after else (pe.programs(this), 0)
+    beside = pe.beside and (pack_programs or not after)
     yield partial(pe.put_waits, out_load, this, packed=True, grant=granted)
-    if pe.beside:
+    if beside:
         with pe.beside_put():
-            moves.pack(after, wait_step=this.step) if after else moves.local()
+            if after:
+                moves.pack(after, wait_step=this.step, programs=pack_programs)
+            else:
+                moves.local()
     pe.put(
         *(out_load, this),
         record_words=moves.call.fmt.RECORD_WORDS,
         wait_packed=True,
         wait_grant=granted,
         tell_taken=False,
+        programs=programs,
     )
-    if pe.beside:
+    if beside:
         pe.join()
     elif after:
         moves.pack(after)
@@ -101,7 +107,7 @@ def _granted(moves: Moves, this: Round) -> Stages:
     if pe.beside:
         with pe.beside_put():
             for later in packs[1:]:
-                moves.pack(later, tell=True, beside=True)
+                moves.pack(later, tell=True, programs=max(1, pe.programs(later) // 2))
             moves.local()
     words = moves.call.fmt.RECORD_WORDS
     loads = handle.out_load, handle.in_load
@@ -254,12 +260,11 @@ class Moves:
         return self.pe.kernels.pack.Tokens(words, call.topk_idx, call.topk_weights)
 
     def pack(
-        self, this: Round, *, tell: bool = False, wait_step: int = 0, beside: bool = False
+        self, this: Round, *, tell: bool = False, wait_step: int = 0, programs: int | None = None
     ) -> None:
-        """Write a round's records to their proxies; beside a put: after `wait_step`, or at once."""
+        """Write a round's records to their proxies; after `wait_step`, or at once."""
         pe, call, handle = self.pe, self.call, self.handle
         layout, tiles = pe.heap.layout, pe.config.tiles
-        programs, later = pe.programs(this), wait_step or beside
         pe.kernels.pack.pack(
             *(pe.heap.bases, pe.state, handle.num_records, handle.record_token),
             *(handle.proxy, handle.slot, pe.row_index, self._tokens),
@@ -270,7 +275,7 @@ class Moves:
             fmt=call.fmt,
             block_w=tiles.block_w(tiles.block_m),
             **pe.round_args(this),
-            **{**pe.tiles(), "programs": max(1, programs // 2) if later else programs},
+            **{**pe.tiles(), "programs": programs or pe.programs(this)},
         )
 
     def local(self, *, tell: bool = False) -> None:

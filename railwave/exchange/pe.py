@@ -235,6 +235,17 @@ class Exchange:
         """Return the programs per peer of a round's launches."""
         return max(1, self.config.tiles.programs // this.num_peers)
 
+    def programs_at_once(self, this: Round) -> tuple[int, int]:
+        """Return the programs per peer of a put and of a pack beside it, which wait at once.
+
+        0 of the pack: there is no room for it.
+        """
+        tiles, peers = self.config.tiles, this.num_peers
+        pack = max(1, min(tiles.programs // 2, tiles.waiting // 3) // peers)
+        put = max(1, min(tiles.programs, tiles.waiting - pack * peers) // peers)
+        room = (put + pack) * peers <= tiles.waiting
+        return (put, pack) if room else (self.programs(this), 0)
+
     def round_args(self, this: Round) -> dict[str, int]:
         """Return the arguments that a launcher of one round takes."""
         return {
@@ -319,6 +330,7 @@ class Exchange:
         wait_packed: bool,
         wait_grant: bool,
         tell_taken: bool,
+        programs: int,
     ) -> None:
         """Put this PE's records of a round on the wire."""
         layout, G = self.heap.layout, self.config.topo.gpus_per_node
@@ -343,7 +355,7 @@ class Exchange:
             tell_taken=tell_taken,
             port_off=layout["ports"] if self.config.shape.EMULATED else 0,
             shape=self.config.shape,
-            programs=self.programs(this),
+            programs=programs,
             block_w=self.config.tiles.block_put,
             warps=self.config.tiles.warps,
         )
