@@ -101,7 +101,7 @@ def test_the_command_measures_whole_slices_or_what_it_is_told(argv, rounds):
     args = parser.parse_args(["calibrate", "--nodes=4", "--gpus=8", *argv])
     topo = topology(args.nodes, args.gpus, args.rails)
     sizes = cli._sizes(args, topo, cli._payloads(args))
-    here = Config(topo, dtype=torch.bfloat16, **sizes)
+    here = Config(topo, **sizes)
     assert fingerprint(here, "wire")["rounds_per_wave"] == rounds
 
 
@@ -269,13 +269,15 @@ def test_on_a_gpu_the_second_replay_of_a_graph_is_timed(monkeypatch):
 
 def test_the_command_makes_a_table_that_it_reads_again(tmp_path):
     file = tmp_path / "table.json"
-    argv = ["--nodes=2", "--gpus=1", "--hidden=8", "--payloads=0.0001", "--quick", "--out", file]
+    argv = ["--nodes=2", "--gpus=1", "--hidden=8", "--dtype=float32", "--payloads=0.0001"]
+    argv += ["--quick", "--out", file]
     command = [sys.executable, "-m", "railwave", "calibrate", *map(str, argv)]
     made = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert made.returncode == 0, made.stderr
     table = CostTable.load(file)
     (point,) = table.points
     assert table.fingerprint["transport"] == "shared memory"
+    assert table.fingerprint["dtype"] == "torch.float32"
     assert {len(times) for times in point.samples_us.values()} == {5}
     assert "of 1 point(s)" in made.stdout and "nothing to do" not in made.stdout
     result = run("calibrate", *argv)
@@ -289,7 +291,7 @@ def on_disk(file, samples_us, argv, **changed):
     args = parser.parse_args(["calibrate", *argv])
     topo, payloads = topology(args.nodes, args.gpus, args.rails), cli._payloads(args)
     sizes = cli._sizes(args, topo, payloads)
-    here = Config(topo, dtype=torch.bfloat16, device=default_device(), **sizes)
+    here = Config(topo, device=default_device(), **sizes)
     table = CostTable(
         fingerprint(here, "shared memory") | changed, Scales(rails=topo.rails_per_node)
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from railwave.cost_table import CostTable, Point
 from railwave.sched import Anchor, Scales, select
-from railwave.sched.selector import MIB
+from railwave.sched.selector import MIB, SLACK
 
 # Table 4, its "≈3" as 3.
 TABLE_4 = (
@@ -133,7 +133,8 @@ def test_a_decision_is_of_an_anchor_within_all_bounds_and_no_nearer_one_is(
     ]
     if near:
         assert decision.anchor is not None
-        assert distance(anchors[decision.anchor]) <= min(map(distance, near))
+        # Distances within the slack of one another are a tie.
+        assert distance(anchors[decision.anchor]) <= min(map(distance, near)) + SLACK
     if decision.anchor is None:
         assert decision.path == "joint"
     else:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 QUICK_SAMPLES = 5
 DEADLINE_S = 120.0
 TORCHRUN = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # beside RANK
+DTYPES = ("bfloat16", "float16", "float32")  # names of torch's
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 POLL_S = 0.1  # between looks at whether torchrun has ended
 
@@ -46,7 +47,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of a node, a process each")
     add_rails(parser)
-    parser.add_argument("--hidden", type=int, default=7168, help="bfloat16 elements of a token")
+    parser.add_argument("--hidden", type=int, default=7168, help="elements of a token")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an element")
     parser.add_argument(
         "--payloads",
         default="0.25,1",
@@ -119,18 +121,21 @@ def _payloads(args: argparse.Namespace) -> list[float]:
 
 def _sizes(args: argparse.Namespace, topo: Topology, payloads: list[float]) -> dict[str, Any]:
     """Return what a `Communicator` declares for these points."""
+    import torch
+
     from railwave._check import check_positive_int
     from railwave.sched.selector import MIB
 
     hidden = check_positive_int(args.hidden, "--hidden")
+    dtype = getattr(torch, args.dtype)
     # All on one rail, a GPU there sends what all GPUs of its node would.
-    most = int(max(payloads) * MIB / (2 * hidden) * topo.gpus_per_node) + 1
+    most = int(max(payloads) * MIB / (dtype.itemsize * hidden) * topo.gpus_per_node) + 1
     if args.max_tokens is not None:
         most = check_positive_int(args.max_tokens, "--max-tokens")
     staging = max(1, topo.max_proxy_records(most))
     if args.staging_records is not None:
         staging = check_positive_int(args.staging_records, "--staging-records")
-    sizes = {"num_experts": topo.num_ranks, "top_k": 1, "hidden": hidden}
+    sizes = {"num_experts": topo.num_ranks, "top_k": 1, "hidden": hidden, "dtype": dtype}
     return {**sizes, "max_tokens_per_rank": most, "staging_records": staging}
 
 
@@ -142,15 +147,13 @@ def _finished(
     Refuses what no rank could measure and a table of another configuration, before any rank is
     started.
     """
-    import torch
-
     from railwave.agreement import default_device
     from railwave.calibrate import points, unmeasured
     from railwave.config import Config
     from railwave.cost_table import CostTable, fingerprint
 
     sizes = _sizes(args, topo, payloads)
-    config = Config(topo, dtype=torch.bfloat16, device=default_device(), **sizes)
+    config = Config(topo, device=default_device(), **sizes)
     list(points(config, payloads))
     if not _goes_on(args):
         return None
@@ -172,7 +175,7 @@ def _under_torchrun(args: argparse.Namespace, num_ranks: int) -> int:
     again = ["-m", "railwave", "calibrate"]
     if args.rails is not None:
         again.append(f"--rails={rails_text(args.rails)}")
-    sizes = ("nodes", "gpus", "hidden", "payloads", "max_tokens", "staging_records")
+    sizes = ("nodes", "gpus", "hidden", "dtype", "payloads", "max_tokens", "staging_records")
     for name in (*sizes, "samples", "out"):
         if getattr(args, name) is not None:
             again.append(f"--{name.replace('_', '-')}={getattr(args, name)}")

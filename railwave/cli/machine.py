@@ -48,7 +48,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="of the job: several need a wire between them "
+        help="hosts of the job: several need a wire between them "
         "(default: WORLD_SIZE / LOCAL_WORLD_SIZE, or 1)",
     )
     _add_common(doctor)
