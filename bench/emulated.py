@@ -39,8 +39,9 @@ from bench.emulated_cases import (
     Case,
     Cluster,
     Plan,
-    all_cases,
     cluster,
+    first_cases,
+    more_cases,
     most_sent,
     plans,
 )
@@ -135,14 +136,15 @@ def _asked(options: argparse.Namespace, on: Cluster) -> list[str]:
 
 
 def listed(options: argparse.Namespace) -> list[Case]:
-    """List every case of the layouts that are asked for, and all of H800's."""
+    """List every case of the layouts asked for, and all of H800's: what matters most first."""
     trace = options.trace and routed.layer_loads(routed.read_trace(options.trace))
     h800 = cluster("h800", options.nodes, options.gpus, options.nic_gbs)
     on = {**clusters(options), "h800": h800}
     paper = {layout: one for layout, one in on.items() if layout != "wide"}
     return [
-        *all_cases(on, options.tokens, options.samples, trace),
+        *first_cases(h800, options.tokens, options.samples),
         *extras.cases(paper, options.tokens, options.samples or SAMPLES),
+        *more_cases(on, options.tokens, options.samples, trace),
     ]
 
 
@@ -249,33 +251,44 @@ def _on_cluster(
         for plan in made[case.key]:
             most[plan.path] = max(most[plan.path], len(plan.calls))
     rank = Rank(on, _sizes(options, on), sent, device, most)
-    empty, slowest_s = {}, 0.0
+    empty, slowest_s, left = {}, 0.0, 0
     try:
-        empty = empty_calls(rank, min(SAMPLES, options.samples or SAMPLES))
+        empty = empty_calls(rank, most, min(SAMPLES, options.samples or SAMPLES))
         for number, case in enumerate(cases):
             began = time.time()
             needs_s = LEAST_S.get(case.about["family"], 0.0) if rank.on_gpu else 0.0
-            if first(began + max(needs_s, slowest_s) > until):
-                left = f"{len(cases) - number} cases of {on.layout} are left; run this slice again"
-                if rank.rank == 0:
-                    print(f"--time-limit {options.time_limit:g}: {left}", file=sys.stderr)
-                return
+            if first(began + slowest_s > until):
+                left += len(cases) - number
+                break
+            if first(began + needs_s > until):
+                left += 1
+                continue
             yield from _rows(options, rank, case, made[case.key], empty)
-            slowest_s = max(slowest_s, time.time() - began)
+            if not needs_s:
+                slowest_s = max(slowest_s, time.time() - began)
+        if left and rank.rank == 0:
+            what = f"{left} cases of {on.layout} are left; run this slice again"
+            print(f"--time-limit {options.time_limit:g}: {what}", file=sys.stderr)
     finally:
         if sys.exc_info()[0] is None:
             rank.close()
 
 
-def empty_calls(rank: Rank, samples: int) -> dict[str, float]:
-    """Measure a call of each path in which nobody sends anything; medians, in microseconds."""
-    nothing = torch.zeros(rank.on.topo.num_ranks, rank.on.topo.num_ranks, dtype=torch.int64).numpy()
-    empties = [Plan(path, path, (nothing,), None) for path in rank.on.paths]
+def empty_calls(rank: Rank, most: dict[str, int], samples: int) -> dict[tuple[str, int], float]:
+    """Measure calls in which nobody sends anything, by path and how many follow one another.
+
+    Args:
+        most: by path, calls of a sequence.
+
+    Returns:
+        Medians of the whole sequence, in microseconds.
+    """
+    nothing = np.zeros((rank.on.topo.num_ranks,) * 2, dtype=np.int64)
+    asked = [(path, n) for path, calls in most.items() for n in range(1, calls + 1)]
+    empties = [Plan(f"{path} {n}", path, (nothing,) * n, None) for path, n in asked]
     times = rank.sample(empties, samples, rank.on.nic_gbs)
-    return {
-        plan.path: summary(of.whole_us)["median_us"]
-        for plan, of in zip(empties, times, strict=True)
-    }
+    medians = (summary(of.whole_us)["median_us"] for of in times)
+    return dict(zip(asked, medians, strict=True))
 
 
 def _rows(
@@ -283,7 +296,7 @@ def _rows(
     rank: Rank,
     case: Case,
     made: list[Plan],
-    empty: dict[str, float],
+    empty: dict[tuple[str, int], float],
 ) -> Iterator[dict[str, Any]]:
     """Measure a case; yield a row a method."""
     if case.about["family"] in extras.FAMILIES:
@@ -298,7 +311,7 @@ def _rows(
     )
     few = min(case.samples, DATA_PATH_SAMPLES)
     bare = rank.sample(distinct, few, FAST_NIC_GBS, warm_ups=min(1, rank.warm_ups))
-    data_path = dict(zip((p.method for p in distinct), bare, strict=True))
+    data_path = dict(zip((p.method for p in distinct), map(_data_path, bare), strict=True))
     about = {"case_key": case.key, **case.about, **described(case)}
     about |= {"nic_gbs": rate, "bound_us": round(alone.bound_us, 2)}
     about |= {"pes": rank.on.topo.num_ranks, "hidden": rank.sizes.hidden}
@@ -314,11 +327,23 @@ def _rows(
             **_measured(times[of], case.samples),
             **({"most_out": times[of].most_out} if plan.path == "granted" else {}),
             "network_model_us": round(network_us, 2),
-            "empty_us": empty[plan.path],
-            "predicted_us": round(network_us + len(plan.calls) * empty[plan.path], 2),
-            "data_path_us": summary(data_path[of].whole_us)["median_us"],
+            "empty_us": empty[plan.path, 1],
+            "empties_us": empty[plan.path, len(plan.calls)],
+            "predicted_us": round(network_us + empty[plan.path, len(plan.calls)], 2),
+            **data_path[of],
             "paper_ms": case.paper_ms.get(plan.method),
         }
+
+
+def _data_path(times: Times) -> dict[str, float]:
+    """Return what the GPU itself takes: through NICs that cost nothing, all and beside the network.
+
+    Beside it is what comes before a call's first put, after its last arrival and between its
+    dispatch and its combine.
+    """
+    outside = [a - b for a, b in zip(times.whole_us, times.network_us, strict=True)]
+    medians = [summary(of)["median_us"] for of in (times.whole_us, outside)]
+    return dict(zip(("data_path_us", "outside_us"), medians, strict=True))
 
 
 def _measured(times: Times, samples: int) -> dict[str, Any]:

@@ -183,10 +183,23 @@ def zipf(on: Cluster, records: int, samples: int, seeds: int = 2) -> Iterator[Ca
         yield Case(about, Replay(demand, (pairs_of_all,)), samples)
 
 
-def all_cases(
+def first_cases(on: Cluster, records: int, samples: int | None) -> list[Case]:
+    """List the cases that matter most, on H800's layout; arguments as of `more_cases`."""
+    few, many = samples or SAMPLES, samples or DEEP_SAMPLES
+    loads = standin_loads(seed=0, records=records)
+    deep = spread_layers(loads, on.topo.gpus_per_node)
+    return [
+        *replays(on, loads, "stand-in", deep, many, 1.0),
+        *ultraep(on, records, few),
+        *zipf(on, records, few),
+        *figure_9(on, loads, records, few),
+    ]
+
+
+def more_cases(
     clusters: dict[str, Cluster], records: int, samples: int | None, trace: torch.Tensor | None
 ) -> list[Case]:
-    """List every case in the order in which it is run: what matters most first, by layout.
+    """List the others: more layers, other rates, a trace, other layouts.
 
     Args:
         clusters: by layout.
@@ -194,15 +207,11 @@ def all_cases(
         samples: of each case; None for DEEP_SAMPLES and SAMPLES.
         trace: (layers, experts) recorded loads, of which the first 24 are run, or None.
     """
-    few, many = samples or SAMPLES, samples or DEEP_SAMPLES
+    few = samples or SAMPLES
     loads = standin_loads(seed=0, records=records)
     on, cases = clusters["h800"], []
     deep = spread_layers(loads, on.topo.gpus_per_node)
     others = [layer for layer in range(len(loads)) if layer not in deep]
-    cases += replays(on, loads, "stand-in", deep, many, 1.0)
-    cases += ultraep(on, records, few)
-    cases += zipf(on, records, few)
-    cases += figure_9(on, loads, records, few)
     cases += replays(on, loads, "stand-in", others, few, 1.0)
     for rate in (0.5, 2.0):
         cases += replays(on, loads, "stand-in", deep, few, rate)

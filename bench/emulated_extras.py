@@ -80,7 +80,9 @@ def needs_plans(case: Case) -> bool:
     return case.about["family"] not in ("workspace", "selector")
 
 
-def rows(options: Any, rank: Rank, case: Case, empty: dict[str, float]) -> Iterator[dict[str, Any]]:
+def rows(
+    options: Any, rank: Rank, case: Case, empty: dict[tuple[str, int], float]
+) -> Iterator[dict[str, Any]]:
     """Measure a case; yield its rows. Collective."""
     about = {"case_key": case.key, **case.about, "nic_gbs": rank.on.nic_gbs}
     about |= {"pes": rank.on.topo.num_ranks, "hidden": rank.sizes.hidden}
@@ -99,7 +101,7 @@ def rows(options: Any, rank: Rank, case: Case, empty: dict[str, float]) -> Itera
             yield {**about, "method": name, **rank.shares(made[name]), "paper_transmit": paper}
         return
     for name, times in packing(rank, made["joint"], case).items():
-        row = {**about, "method": name, "empty_us": empty["joint"], "samples": case.samples}
+        row = {**about, "method": name, "empty_us": empty["joint", 1], "samples": case.samples}
         yield {**row, "whole": times, "paper_ms": case.paper_ms[name]}
 
 

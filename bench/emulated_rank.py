@@ -220,7 +220,8 @@ class Rank:
             self.exchange.beside = None  # as pipeline=False
         try:
             barrier(self.device)
-            run()
+            if pipelined:  # else its kernels have run, and a repeated call would go beside
+                run()
             barrier(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
