@@ -207,7 +207,8 @@ class Recorded:
         pieces = [torch.empty(size, dtype=dtype, device=device) for size, dtype in recording.pieces]
         pieces.append(torch.empty(recording.table_bytes, dtype=torch.uint8, device=device))
         starts = [tensor.data_ptr() for tensor in (*pieces, *given)]
-        recording.play(starts, self._turns.last, self._exchange.beside)
+        pe = self._exchange
+        recording.play(starts, self._turns.last, pe.beside, pe.events)
         self._exchange.path = path
         self._exchange.advance()
         return pieces

@@ -87,20 +87,23 @@ class Recording:
         self.pieces, self.table_bytes = pieces, table_bytes
         self._steps, self._addresses = steps, addresses
 
-    def play(self, starts: Sequence[int], own: Any, other: Any = None) -> None:
+    def play(
+        self, starts: Sequence[int], own: Any, other: Any = None, events: Any = (None, None)
+    ) -> None:
         """Launch it all, given where each piece of memory starts.
 
         Args:
             own, other: the call's stream and the one beside it.
+            events: for a fork and for a join; None: a new one each time.
         """
         for arguments, i, piece, offset in self._addresses:
             arguments[i] = starts[piece] + offset
         streams = own.cuda_stream, other and other.cuda_stream
         for step in self._steps:
             if step is Turn.FORK:
-                other.wait_stream(own)
+                other.wait_event(own.record_event(events[0]))
             elif step is Turn.JOIN:
-                own.wait_stream(other)
+                own.wait_event(other.record_event(events[1]))
             else:
                 kernel, grid, arguments, beside = step
                 loaded = kernel.function, kernel.packed_metadata

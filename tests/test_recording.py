@@ -28,8 +28,12 @@ class Stream:
     def __init__(self, number, log=None):
         self.cuda_stream, self.log = number, log
 
-    def wait_stream(self, other):
-        self.log.append((self.cuda_stream, "waits for", other.cuda_stream))
+    def record_event(self, event):
+        event.append(self.cuda_stream)
+        return event
+
+    def wait_event(self, event):
+        self.log.append((self.cuda_stream, "waits for", event[-1]))
 
 
 class AtAddresses:
@@ -315,9 +319,11 @@ def test_what_was_launched_beside_a_put_is_launched_there_again():
         step if isinstance(step, Turn) else step._replace(kernel=Started(log))
         for step in recording._steps
     ]
-    recording.play([0], Stream(8, log), Stream(9, log))
+    forked, joined = [], []
+    recording.play([0], Stream(8, log), Stream(9, log), (forked, joined))
     waits = [(9, "waits for", 8), (8, "waits for", 9)]
     assert log == [(1, 1, 1, 8, 7), waits[0], (1, 1, 1, 9, 7), waits[1], (1, 1, 1, 8, 7)]
+    assert (forked, joined) == ([8], [9])
 
     tape = Tape([], [], lambda: somebodys, own, other)
     launch(tape)

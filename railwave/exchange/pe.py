@@ -135,9 +135,12 @@ class Exchange:
         self.persists = device.type == "cuda" and not isinstance(heap, LocalHeap)
         self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
         # A stream for what is packed while a put runs; None: one after the other.
-        self.beside = (
-            torch.cuda.Stream(device) if config.pipeline and device.type == "cuda" else None
-        )
+        self.beside: torch.cuda.Stream | None = None
+        self.events: tuple[torch.cuda.Event | None, ...] = (None, None)  # of a fork, and of a join
+        if config.pipeline and device.type == "cuda":
+            self.beside = torch.cuda.Stream(device)
+            # Made once: to make one takes the host longer than to launch a kernel.
+            self.events = (torch.cuda.Event(), torch.cuda.Event())
         # One window of all pairs, for path="auto".
         all_pairs = 1 - torch.eye(S.N, dtype=torch.int8, device="cpu")
         self.all_pairs = all_pairs[None].to(device)
@@ -486,7 +489,8 @@ class Exchange:
         assert self.beside
         if self.tape:
             self.tape.turned(Turn.FORK)
-        self.beside.wait_stream(torch.cuda.current_stream(self.device))
+        own = torch.cuda.current_stream(self.device)
+        self.beside.wait_event(own.record_event(self.events[0]))
         with torch.cuda.stream(self.beside):
             yield
 
@@ -495,7 +499,8 @@ class Exchange:
         if self.beside:
             if self.tape:
                 self.tape.turned(Turn.JOIN)
-            torch.cuda.current_stream(self.device).wait_stream(self.beside)
+            own = torch.cuda.current_stream(self.device)
+            own.wait_event(self.beside.record_event(self.events[1]))
 
     def start_at(self, epoch: int) -> None:
         """Go on after a failure, beyond every epoch in flight: the same on all PEs."""
