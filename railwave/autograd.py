@@ -97,19 +97,15 @@ def combine(
     flat = [(rank, bias) for rank, given in enumerate(biases) for bias in given]
     ranks = [rank for rank, _ in flat]
     inputs = (*outs, *anchors, *weights, *(bias for _, bias in flat))
-    *ys, _ = _Combine.apply(verbs, run, handles, ranks, *inputs)
-    return ys
+    return list(_Combine.apply(verbs, run, handles, ranks, *inputs))
 
 
 class _FirstOrder(torch.autograd.Function):
-    """Hand a gradient on that has none in turn.
-
-    `anchor`, an output of the function whose gradient it is, leads to all that it depends on.
-    """
+    """Hand a tensor on as one that depends on others, of which it has no gradients."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return grad.view_as(grad)
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        return tensor.detach()  # not a view, which torch would not let a caller write to
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -119,11 +115,18 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
+def _lead_to(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return an empty tensor that depends on a function's inputs, for its `first_order`."""
+    with torch.enable_grad():
+        return _FirstOrder.apply(torch.empty(0), *inputs)
+
+
 def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Let what a backward pass returns raise where it is differentiated in turn.
 
-    The last tensor that was saved is the `anchor`. torch's `once_differentiable` has none: where
-    the gradient that came in is a constant, it takes what is returned for one, too.
+    It depends on the function's inputs, to which `ctx.lead` leads, and on the gradients that came
+    in. torch's `once_differentiable` leads to neither, so a derivative of more than this would lack
+    a part and say nothing. `lead` is no saved tensor: to look at one makes a checkpoint run again.
     """
 
     @wraps(backward)
@@ -133,8 +136,7 @@ def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
             found = backward(ctx, *grads)
         if not in_turn:
             return found
-        *_, anchor = ctx.saved_tensors
-        return tuple(one if one is None else _FirstOrder.apply(one, anchor) for one in found)
+        return tuple(f if f is None else _FirstOrder.apply(f, ctx.lead, *grads) for f in found)
 
     return run
 
@@ -146,17 +148,17 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         made += run()
         ctx.verbs, ctx.handles = verbs, [received.handle for received in made]
+        ctx.lead = _lead_to(inputs)
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         ctx.widths = [received.x.shape[1] for received in made]
         ctx.set_materialize_grads(False)
         repeats = len(inputs) == n
         rows, weights = zip(*(_handed_out(received, repeats) for received in made), strict=True)
-        anchors = [torch.empty(0, device=received.x.device) for received in made]
-        ids = [received.topk_idx for received in made]  # saved, for an edit would show
         if repeats:
             ctx.mark_non_differentiable(*weights)
-            ids = []
-        ctx.save_for_backward(*ids, anchors[0])
+        else:
+            ctx.save_for_backward(*(received.topk_idx for received in made))  # an edit would show
+        anchors = [torch.empty(0, device=received.x.device) for received in made]
         return (*rows, *weights, *anchors)
 
     @staticmethod
@@ -168,7 +170,7 @@ class _Dispatch(torch.autograd.Function):
             of_xs = zip(grads[:n], handles, ctx.dtypes[:n], ctx.widths, strict=True)
             found[:n] = ctx.verbs.combine([_or_zeros(*each) for each in of_xs], handles)
         if any(wanted[n:]):
-            triples = zip(grads[n : 2 * n], handles, ctx.saved_tensors[:-1], strict=True)
+            triples = zip(grads[n : 2 * n], handles, ctx.saved_tensors, strict=True)
             rows = [_of_weights(*each) for each in triples]
             sums = ctx.verbs.combine(rows, [handle.by_token for handle in handles])
             found[n:] = [s.to(dtype) for s, dtype in zip(sums, ctx.dtypes[n:], strict=True)]
@@ -187,20 +189,19 @@ class _Combine(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         n = len(handles)
         ctx.verbs, ctx.handles, ctx.bias_ranks = verbs, handles, bias_ranks
+        ctx.lead = _lead_to(inputs)
         ctx.anchors = inputs[n : 2 * n]
         ctx.biases = [(bias.dim(), bias.dtype) for bias in inputs[3 * n :]]  # not what they hold
         weights = inputs[2 * n : 3 * n]
         weighed = [(out, w) for out, w in zip(inputs[:n], weights, strict=True) if w is not None]
         ctx.weighed = [w is not None for w in weights]
-        ys = run()
-        anchor = torch.empty(0, device=ys[0].device)
-        ctx.save_for_backward(*(tensor for pair in weighed for tensor in pair), anchor)
-        return (*ys, anchor)
+        ctx.save_for_backward(*(tensor for pair in weighed for tensor in pair))
+        return tuple(run())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        n, dys = len(ctx.handles), [_dense(grad) for grad in grads[:-1]]
+        n, dys = len(ctx.handles), [_dense(grad) for grad in grads]
         found: list[torch.Tensor | None] = [None] * (3 * n)
         if any(ctx.needs_input_grad[4 : 4 + 3 * n]):
             saved = list(ctx.saved_tensors)

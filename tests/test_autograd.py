@@ -201,6 +201,34 @@ def test_experts_alone_may_need_gradients_and_a_rank_without_rows_takes_part():
     assert torch.equal(leaf.grad, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("of", ["layer", "combine"])
+def test_a_checkpoint_runs_no_phase_again_that_it_needs_nothing_of(of, monkeypatch):
+    """A combine at its end, which keeps nothing for its backward."""
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2, dtype=torch.float32)
+    phases, run_stages = [], world._run
+
+    def run(stages):
+        phases.append(stages[0].__name__)
+        return run_stages(stages)
+
+    monkeypatch.setattr(world, "_run", run)
+    received = world.dispatch(*batch.arguments)
+
+    def layer(*xs):
+        now = world.dispatch(xs, *batch.arguments[1:]) if of == "layer" else received
+        outs = [r.x**2 for r in now] if of == "layer" else list(xs)
+        return tuple(world.combine(outs, [r.handle for r in now]))
+
+    given = batch.arguments[0] if of == "layer" else [r.x for r in received]
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    ys = checkpoint(layer, *leaves, use_reentrant=False)
+    phases.clear()
+    sum(y.sum() for y in ys).backward()
+    assert phases == (["dispatch", "dispatch", "combine"] if of == "layer" else ["dispatch"])
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
 def test_layers_stay_open_and_a_repeated_dispatch_has_gradients():
     world = make_world(2, 2, 2, dtype=torch.float32)
     batch = make_batch(world, 3)
@@ -223,29 +251,43 @@ def test_layers_stay_open_and_a_repeated_dispatch_has_gradients():
         assert torch.allclose(x.grad, 3.0 * num_ranks.to(DEVICE)[:, None].expand(3, 8))
 
 
+@pytest.mark.parametrize("by", ["given", "after"])
 @pytest.mark.parametrize("through", ["dispatch", "combine"])
-def test_a_gradient_that_is_differentiated_in_turn_raises(through):
-    """A penalty of gradients, of which a part does not come through the verbs."""
+def test_a_gradient_that_is_differentiated_in_turn_raises(through, by):
+    """A penalty of gradients, by what was given or came after; a part of it has no verbs in it."""
     world = make_world(2, 1, 1, dtype=torch.float32)
     batch = make_batch(world, 2, dtype=torch.float32)
-    x, weight = (torch.ones(8, device=DEVICE, requires_grad=True) for _ in range(2))
+    x, scale, factor = (torch.ones(8, device=DEVICE, requires_grad=True) for _ in range(3))
 
     def loss():
         if through == "dispatch":
             tokens = [x.expand(2, 8) * 1] * 2
             rows = [r.x for r in world.dispatch(tokens, *batch.arguments[1:])]
-            return sum((row**3).sum() for row in rows) + (x**2).sum()
+            return sum((row**3 * factor).sum() for row in rows) + (x**2).sum()
         received = world.dispatch(*batch.arguments)
-        outs = [torch.ones_like(r.x) * weight for r in received]
+        outs = [torch.ones_like(r.x) * scale for r in received]
         ys = world.combine(outs, [r.handle for r in received])
-        return sum((y**3).sum() for y in ys) + (weight**2).sum()
+        return sum((y**3 * factor).sum() for y in ys) + (scale**2).sum()
 
-    leaf = x if through == "dispatch" else weight
+    leaf = x if through == "dispatch" else scale
     (want,) = torch.autograd.grad(loss(), leaf)
     (once,) = torch.autograd.grad(loss(), leaf, create_graph=True)
     assert torch.equal(once, want)
+    penalty = (once**2).sum() + (factor**2).sum()
     with pytest.raises(RuntimeError, match="dispatch and combine are first order"):
-        torch.autograd.grad((once**2).sum(), leaf)
+        torch.autograd.grad(penalty, leaf if by == "given" else factor)
+
+
+def test_a_gradient_that_could_be_differentiated_may_be_written_to():
+    world = make_world(2, 1, 1, dtype=torch.float32)
+    batch = make_batch(world, 2, dtype=torch.float32)
+    xs = [torch.ones(2, 8, device=DEVICE, requires_grad=True) for _ in range(2)]
+    rows = [r.x for r in world.dispatch(xs, *batch.arguments[1:])]
+    grads = torch.autograd.grad(sum((row**2).sum() for row in rows), xs, create_graph=True)
+    want = [grad.detach() * 2 for grad in grads]
+    for grad in grads:
+        grad.mul_(2)
+    assert all(torch.equal(*each) for each in zip(grads, want, strict=True))
 
 
 def trained(world, batch, **form):
