@@ -56,8 +56,13 @@ def test_paths_in_turn_and_several_open_handles():
 
 def test_what_is_packed_beside_the_put_is_put_wave_by_wave(monkeypatch):
     """As on a GPU, where a second stream packs and adds up what later waves need."""
-    monkeypatch.setattr(Exchange, "beside_put", lambda pe: contextlib.nullcontext())
-    monkeypatch.setattr(Exchange, "join", lambda pe: None)
+
+    @contextlib.contextmanager
+    def beside_put(pe, launch):
+        launch()
+        yield
+
+    monkeypatch.setattr(Exchange, "beside_put", beside_put)
     world = make_world(4, 2, 1, max_tokens_per_rank=5, paths=("granted",))
     for pe in world._exchanges:
         pe.beside = True

@@ -5,12 +5,13 @@ Results, quotas, bytes and windows are checked by each run: see worlds.py.
 
 import contextlib
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from heaps import DEVICE
+from heaps import DEVICE, ON_GPU
 from railwave.config import PATHS, WAVES
 from railwave.exchange import Exchange
 from worlds import LastFirst, combine, dispatch, make_batch, make_outs, make_world, run
@@ -51,20 +52,27 @@ def test_one_sender_a_rail_in_any_order(path, order):
     run(make_batch(world, [4, 0, 4, 3, 1, 4]), path)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path, late", [*((path, False) for path in PATHS), ("joint", True)])
 @pytest.mark.parametrize("staging", [1, 5], ids=["rounds", "one"])
-def test_what_is_launched_beside_a_put_gives_the_same_bytes(path, staging, monkeypatch):
-    """As on a GPU: the own node's rows beside the last put, its sums beside the first one."""
+def test_what_is_launched_beside_a_put_gives_the_same_bytes(path, late, staging, monkeypatch):
+    """As on a GPU: the own node's rows beside the last put, its sums beside the first one.
+
+    late: all of it runs after the put.
+    """
     beside, seen = [False], []
 
     @contextlib.contextmanager
-    def beside_put(pe):
+    def beside_put(pe, launch):
+        if late:
+            yield
         beside[0] = True
-        yield
+        if launch:
+            launch()
         beside[0] = False
+        if not late:
+            yield
 
     monkeypatch.setattr(Exchange, "beside_put", beside_put)
-    monkeypatch.setattr(Exchange, "join", lambda pe: None)
     world = make_world(
         *(3, 2, 1), max_tokens_per_rank=5, staging_records=staging, order=random.Random(0)
     )
@@ -81,6 +89,77 @@ def test_what_is_launched_beside_a_put_gives_the_same_bytes(path, staging, monke
         monkeypatch.setattr(module, name, watched)
     run(make_batch(world, [5, 0, 4, 3, 1, 5]), path)
     assert set(seen) == {("local", True), ("own", True)} and len(seen) == 2 * 6
+
+
+class Stream:
+    """A stream that only keeps a log of what it waits for."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def record_event(self, event):
+        return self.name
+
+    def wait_event(self, name):
+        self.log.append(f"{self.name} waits for {name}")
+
+
+@pytest.mark.skipif(ON_GPU, reason="streams are those of the GPU there")
+@pytest.mark.parametrize("path", ["joint", "granted"])
+@pytest.mark.parametrize("stopped_by", ["", "put", "local"])
+def test_what_follows_waits_for_what_was_launched_beside_a_put(path, stopped_by, monkeypatch):
+    """After an error, too: the call's memory is given back then, and may be used at once."""
+    log = []
+    own = Stream("own", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    world = make_world(2, 1, 1, paths=(path,))
+    for pe in world._exchanges:
+        pe.beside = Stream(f"beside {pe.pe}", log)
+    kernels = world._exchanges[0].kernels
+    put = (kernels.granted, "granted") if path == "granted" else (kernels.wire, "put")
+    for name, place in {"put": put, "local": (kernels.pack, "local")}.items():
+        original = getattr(*place)
+
+        def watched(*args, name=name, launch=original, **options):
+            log.append(name)
+            if name == stopped_by:
+                raise KeyboardInterrupt
+            launch(*args, **options)
+
+        monkeypatch.setattr(*place, watched)
+    with pytest.raises(KeyboardInterrupt) if stopped_by else contextlib.nullcontext():
+        world.dispatch(*make_batch(world, 2).arguments, path=path)
+    for pe in range(1 if stopped_by else 2):
+        fork, join = f"beside {pe} waits for own", f"own waits for beside {pe}"
+        assert [said for said in log if said in (fork, join)] == [fork, join]
+        assert "local" in log[log.index(fork) : log.index(join)]
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_a_put_with_nothing_beside_it_has_all_programs(pipeline, monkeypatch):
+    """As on a GPU that is shared; with a pack beside it, it leaves room for that."""
+    world = make_world(2, 1, 1, staging_records=1)
+    tiles = replace(world.config.tiles, programs=4, waiting=4)
+    object.__setattr__(world.config, "tiles", tiles)
+    seen, put = [], Exchange.put
+
+    @contextlib.contextmanager
+    def beside_put(pe, launch):
+        if launch:
+            launch()
+        yield
+
+    def watched(pe, *args, programs, **options):
+        seen.append(programs)
+        put(pe, *args, programs=programs, **options)
+
+    monkeypatch.setattr(Exchange, "beside_put", beside_put)
+    monkeypatch.setattr(Exchange, "put", watched)
+    for pe in world._exchanges:
+        pe.beside = pipeline
+    dispatch(make_batch(world, 4), "joint")
+    assert seen == [3 if pipeline else 4] * 6 + [4] * 2
 
 
 class OneSlow(random.Random):

@@ -103,40 +103,40 @@ def _granted(sums: _Sums, this: Round) -> Stages:
     packs = pe.config.packs(this) if pe.beside else [this]
     more = packs[1:]
     _reduce(sums, packs[0], wait=True, tell=bool(more))
-    if pe.beside:
-        with pe.beside_put():
-            for later in more:
-                _reduce(sums, later, tell=True)
-            _own(sums)
+
+    def beside() -> None:
+        for later in more:
+            _reduce(sums, later, tell=True)
+        _own(sums)
+
     loads = handle.in_load, handle.out_load
     words, waves = sums.sum_words, len(packs) if more else 0
-    yield from granted(pe, *loads, record_words=words, packs=waves)
-    if pe.beside:
-        pe.join()
+    with pe.beside_put(beside if pe.beside else None):
+        yield from granted(pe, *loads, record_words=words, packs=waves)
 
 
 def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
     """Put a round's sums; meanwhile add up those of the round after it, and first the own node."""
     pe, handle = sums.pe, sums.handle
     own = this.step == 1
+
+    def beside() -> None:
+        if after:
+            _reduce(sums, after)
+        if own:
+            _own(sums)
+
     yield partial(pe.put_waits, handle.in_load, this, packed=False, grant=True)
-    if pe.beside and (after or own):
-        with pe.beside_put():
-            if after:
-                _reduce(sums, after)
-            if own:
-                _own(sums)
-    pe.put(
-        *(handle.in_load, this),
-        record_words=sums.sum_words,
-        wait_packed=False,
-        wait_grant=True,
-        tell_taken=this.step > 1,
-        programs=pe.programs(this),
-    )
-    if pe.beside and (after or own):
-        pe.join()
-    elif after:
+    with pe.beside_put(beside if pe.beside and (after or own) else None):
+        pe.put(
+            *(handle.in_load, this),
+            record_words=sums.sum_words,
+            wait_packed=False,
+            wait_grant=True,
+            tell_taken=this.step > 1,
+            programs=pe.programs(this),
+        )
+    if after and not pe.beside:
         _reduce(sums, after)
 
 

@@ -14,7 +14,7 @@ begin -> forward -> heard, pack -> (put, pack, unpack) a round -> finish
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -71,26 +71,25 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
     """Move a round; meanwhile pack the one after it, or write the own node's rows."""
     pe, out_load = moves.pe, moves.handle.out_load
     granted = this.step > 1  # a notify grants the first round
-    programs, pack_programs = pe.programs_at_once(this) if after else (pe.programs(this), 0)
-    beside = pe.beside and (pack_programs or not after)
+    beside: Callable[[], None] | None = None
+    programs = pe.programs(this)
+    if pe.beside and after:
+        programs, pack_programs = pe.programs_at_once(this)
+        if pack_programs:
+            beside = partial(moves.pack, after, wait_step=this.step, programs=pack_programs)
+    elif pe.beside:
+        beside = moves.local
     yield partial(pe.put_waits, out_load, this, packed=True, grant=granted)
-    if beside:
-        with pe.beside_put():
-            if after:
-                moves.pack(after, wait_step=this.step, programs=pack_programs)
-            else:
-                moves.local()
-    pe.put(
-        *(out_load, this),
-        record_words=moves.call.fmt.RECORD_WORDS,
-        wait_packed=True,
-        wait_grant=granted,
-        tell_taken=False,
-        programs=programs,
-    )
-    if beside:
-        pe.join()
-    elif after:
+    with pe.beside_put(beside):
+        pe.put(
+            *(out_load, this),
+            record_words=moves.call.fmt.RECORD_WORDS,
+            wait_packed=True,
+            wait_grant=granted,
+            tell_taken=False,
+            programs=programs,
+        )
+    if after and not beside:
         moves.pack(after)
     yield partial(pe.arrived_waits, moves.handle.in_load, this)
     moves.unpack(this, after)
@@ -104,16 +103,16 @@ def _granted(moves: Moves, this: Round) -> Stages:
     if not pe.beside:
         moves.local()
     yield partial(pe.put_waits, handle.out_load, packs[0], packed=True, grant=False)
-    if pe.beside:
-        with pe.beside_put():
-            for later in packs[1:]:
-                moves.pack(later, tell=True, programs=max(1, pe.programs(later) // 2))
-            moves.local()
+
+    def beside() -> None:
+        for later in packs[1:]:
+            moves.pack(later, tell=True, programs=max(1, pe.programs(later) // 2))
+        moves.local()
+
     words = moves.call.fmt.RECORD_WORDS
     loads = handle.out_load, handle.in_load
-    yield from granted(pe, *loads, record_words=words, packs=len(packs))
-    if pe.beside:
-        pe.join()
+    with pe.beside_put(beside if pe.beside else None):
+        yield from granted(pe, *loads, record_words=words, packs=len(packs))
     yield partial(pe.arrived_waits, handle.in_load, this)
     moves.unpack(this, None)
 

@@ -484,22 +484,27 @@ class Exchange:
         return static_shapes and self.compare_calls and self.device.type == "cuda"
 
     @contextmanager
-    def beside_put(self) -> Iterator[None]:
-        """Launch what is inside beside the put that follows, until `join`."""
+    def beside_put(self, launch: Callable[[], None] | None) -> Iterator[None]:
+        """Launch something beside the put that is inside; what follows waits for both.
+
+        Args:
+            launch: None: nothing is launched so.
+        """
+        if launch is None:
+            yield
+            return
         assert self.beside
+        own = torch.cuda.current_stream(self.device)
         if self.tape:
             self.tape.turned(Turn.FORK)
-        own = torch.cuda.current_stream(self.device)
         self.beside.wait_event(own.record_event(self.events[0]))
-        with torch.cuda.stream(self.beside):
+        try:
+            with torch.cuda.stream(self.beside):
+                launch()
             yield
-
-    def join(self) -> None:
-        """Let what follows wait for what was launched beside a put."""
-        if self.beside:
+        finally:  # after an error, too: memory that is given back then may be used at once
             if self.tape:
                 self.tape.turned(Turn.JOIN)
-            own = torch.cuda.current_stream(self.device)
             own.wait_event(self.beside.record_event(self.events[1]))
 
     def start_at(self, epoch: int) -> None:
