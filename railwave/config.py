@@ -167,7 +167,7 @@ class Config:
     remote: bool = False  # some PEs are reached by NVSHMEM alone
     max_recv_rows: int | None = None  # after construction: an int
     num_sms: int | None = None  # the most programs of a launch; None: as the tiles say
-    pipeline: bool = True  # pack a round while the one before it is on the wire
+    pipeline: bool = True  # do meanwhile what need not wait for a round that is on the wire
     cost_table: Any = None  # a CostTable, which decides where path is "auto"
     nic_gbs: float | None = None  # of emulated NICs, 1e9 bytes/s each way; None: none
 

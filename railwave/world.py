@@ -68,9 +68,10 @@ class LocalWorld:
         max_recv_rows: the most rows that one rank receives at once: fewer need less memory, and
             static shapes are as large. Default: all tokens of all ranks, which always fit.
         num_sms: the most programs, and so multiprocessors of a GPU, that a launch which moves
-            payload may hold (N - 1 at least on native and rail); what is packed beside a put holds
-            half as many more. Planning, microseconds long, is not bounded.
-        pipeline: pack a round while the one before it is on the wire; else in turn.
+            payload may hold (N - 1 at least on native and rail); what runs beside a put holds half
+            as many more, or as many. Planning, microseconds long, is not bounded.
+        pipeline: pack a round while the one before it is on the wire, and move and sum what stays
+            on the node meanwhile; else in turn.
         nic_gbs: for experiments on one host: every rail of every node behaves as a NIC of that
             many GB/s (1e9 bytes/s), each direction. All ranks must share one GPU, or be on CPUs.
             None: none.

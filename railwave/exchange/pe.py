@@ -134,7 +134,7 @@ class Exchange:
         self.grants = torch.zeros(rows, lanes, dtype=torch.int64, device=device)
         self.persists = device.type == "cuda" and not isinstance(heap, LocalHeap)
         self.path = "none"  # of the phase that runs, or ran last; "auto" until it is chosen
-        # A stream for what is packed while a put runs; None: one after the other.
+        # A stream for what runs beside a put; None: one after the other.
         self.beside: torch.cuda.Stream | None = None
         self.events: tuple[torch.cuda.Event | None, ...] = (None, None)  # of a fork, and of a join
         if config.pipeline and device.type == "cuda":
