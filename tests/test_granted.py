@@ -54,18 +54,36 @@ def test_paths_in_turn_and_several_open_handles():
         combine(batch, handles[path], outs)
 
 
-def test_what_is_packed_beside_the_put_is_put_wave_by_wave(monkeypatch):
+class Stream:
+    """A stream that runs what is launched there at once, or late: when it is waited for."""
+
+    def __init__(self, late):
+        self.late, self.launches = late, []
+
+    def launch(self, launch):
+        self.launches.append(launch)
+        if not self.late:
+            self.synchronize()
+
+    def synchronize(self):
+        while self.launches:
+            self.launches.pop(0)()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_packed_beside_the_put_is_put_wave_by_wave(late, monkeypatch):
     """As on a GPU, where a second stream packs and adds up what later waves need."""
 
     @contextlib.contextmanager
     def beside_put(pe, launch):
-        launch()
+        pe.beside.launch(launch)
         yield
+        pe.beside.synchronize()
 
     monkeypatch.setattr(Exchange, "beside_put", beside_put)
     world = make_world(4, 2, 1, max_tokens_per_rank=5, paths=("granted",))
     for pe in world._exchanges:
-        pe.beside = True
+        pe.beside = Stream(late)
     assert len(world.config.packs(*world.config.rounds("granted"))) == 3
     run(make_batch(world, 5), "granted")
 

@@ -77,7 +77,7 @@ def test_what_is_launched_beside_a_put_gives_the_same_bytes(path, late, staging,
         *(3, 2, 1), max_tokens_per_rank=5, staging_records=staging, order=random.Random(0)
     )
     for pe in world._exchanges:
-        pe.beside = True
+        pe.beside = SimpleNamespace(synchronize=lambda: None)
     kernels = world._exchanges[0].kernels
     for module, name in ((kernels.pack, "local"), (kernels.reduce, "own")):
         launch = getattr(module, name)
@@ -102,6 +102,9 @@ class Stream:
 
     def wait_event(self, name):
         self.log.append(f"{self.name} waits for {name}")
+
+    def synchronize(self):
+        pass
 
 
 @pytest.mark.skipif(ON_GPU, reason="streams are those of the GPU there")

@@ -60,6 +60,8 @@ def _waits(
     rows = pe.kernels.granted
     if knows[rows.NEWS.value][0]:
         return []
+    if pe.beside:
+        pe.beside.synchronize()  # a pack that still runs there has a word to say yet
     given, landed, back, aside, heard_ns = knows[rows.GIVEN.value : rows.HEARD_NS.value + 1]
     up_ns = [
         heard_ns[q] + pe.config.tiles.patience_ns
