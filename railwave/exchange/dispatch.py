@@ -74,7 +74,7 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
     beside: Callable[[], None] | None = None
     programs = pe.programs(this)
     if pe.beside and after:
-        programs, pack_programs = pe.programs_at_once(this)
+        programs, pack_programs = pe.programs_at_once()
         if pack_programs:
             beside = partial(moves.pack, after, wait_step=this.step, programs=pack_programs)
     elif pe.beside:

@@ -238,16 +238,15 @@ class Exchange:
         """Return the programs per peer of a round's launches."""
         return max(1, self.config.tiles.programs // this.num_peers)
 
-    def programs_at_once(self, this: Round) -> tuple[int, int]:
-        """Return the programs per peer of a put and of a pack beside it, which wait at once.
+    def programs_at_once(self) -> tuple[int, int]:
+        """Return the programs of a put to one peer and of a pack beside it, which wait at once.
 
         0 of the pack: there is no room for it.
         """
-        tiles, peers = self.config.tiles, this.num_peers
-        pack = max(1, min(tiles.programs // 2, tiles.waiting // 3) // peers)
-        put = max(1, min(tiles.programs, tiles.waiting - pack * peers) // peers)
-        room = (put + pack) * peers <= tiles.waiting
-        return (put, pack) if room else (self.programs(this), 0)
+        tiles = self.config.tiles
+        pack = max(1, min(tiles.programs // 2, tiles.waiting // 3))
+        put = max(1, min(tiles.programs, tiles.waiting - pack))
+        return (put, pack) if put + pack <= tiles.waiting else (tiles.programs, 0)
 
     def round_args(self, this: Round) -> dict[str, int]:
         """Return the arguments that a launcher of one round takes."""
