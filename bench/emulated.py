@@ -336,14 +336,9 @@ def _rows(
 
 
 def _data_path(times: Times) -> dict[str, float]:
-    """Return what the GPU itself takes: through NICs that cost nothing, all and beside the network.
-
-    Beside it is what comes before a call's first put, after its last arrival and between its
-    dispatch and its combine.
-    """
-    outside = [a - b for a, b in zip(times.whole_us, times.network_us, strict=True)]
-    medians = [summary(of)["median_us"] for of in (times.whole_us, outside)]
-    return dict(zip(("data_path_us", "outside_us"), medians, strict=True))
+    """Return what the GPU itself takes, through NICs that cost nothing: all, and before puts."""
+    forms = {"data_path_us": times.whole_us, "late_us": times.late_us}
+    return {name: summary(of)["median_us"] for name, of in forms.items()}
 
 
 def _measured(times: Times, samples: int) -> dict[str, Any]:

@@ -65,6 +65,9 @@ class Times:
     network_us: list[float]
     # From when the last rank begins the first call to the first put of any: before a byte leaves.
     before_us: list[float]
+    # From the first put of any rank to the last rank's first one, of each phase, added up: how much
+    # longer than the others' the packing of the busiest rank takes.
+    late_us: list[float]
     most_out: int  # grants that a rank had out at once, at most; 0 on other paths than granted
 
 
@@ -293,6 +296,7 @@ class Rank:
                 [max(us) for us in zip(*(of[0][i] for of in by_rank), strict=True)],
                 _network_us([of[1][i] for of in by_rank]),
                 _before_us([of[1][i] for of in by_rank]),
+                _late_us([of[1][i] for of in by_rank]),
                 max(of[2][i] for of in by_rank),
             )
             for i in range(len(plans))
@@ -383,3 +387,18 @@ def _before_us(by_rank: Iterable[Any]) -> list[float]:
     """
     ns = np.array(by_rank)[:, :, 0, :2, 0]  # (ranks, samples, call and dispatch)
     return ((ns[..., 1].min(axis=0) - ns[..., 0].max(axis=0)) / 1e3).tolist()
+
+
+def _late_us(by_rank: Iterable[Any]) -> list[float]:
+    """Return, sample by sample, any rank's first put to the last rank's first one, all phases.
+
+    Args: as of `_network_us`.
+
+    Example: dispatch put from 1,000 and 2,000 ns on, combine from 6,500 and 6,000 on
+        >>> one = [[500, 0], [1000, 3000], [6500, 7000]]
+        >>> other = [[600, 0], [2000, 4000], [6000, 6900]]
+        >>> _late_us([[[one]], [[other]]])
+        [1.5]
+    """
+    ns = np.array(by_rank)[..., 1:, 0]
+    return ((ns.max(axis=0) - ns.min(axis=0)).sum(axis=(1, 2)) / 1e3).tolist()

@@ -145,7 +145,8 @@ def test_a_put_with_nothing_beside_it_has_all_programs(pipeline, monkeypatch):
     world = make_world(2, 1, 1, staging_records=1)
     tiles = replace(world.config.tiles, programs=4, waiting=4)
     object.__setattr__(world.config, "tiles", tiles)
-    seen, put = [], Exchange.put
+    wire = world._exchanges[0].kernels.wire
+    seen, put = [], wire.put
 
     @contextlib.contextmanager
     def beside_put(pe, launch):
@@ -153,12 +154,12 @@ def test_a_put_with_nothing_beside_it_has_all_programs(pipeline, monkeypatch):
             launch()
         yield
 
-    def watched(pe, *args, programs, **options):
+    def watched(*args, programs, **options):
         seen.append(programs)
-        put(pe, *args, programs=programs, **options)
+        put(*args, programs=programs, **options)
 
     monkeypatch.setattr(Exchange, "beside_put", beside_put)
-    monkeypatch.setattr(Exchange, "put", watched)
+    monkeypatch.setattr(wire, "put", watched)
     for pe in world._exchanges:
         pe.beside = pipeline
     dispatch(make_batch(world, 4), "joint")

@@ -134,7 +134,6 @@ def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
             wait_packed=False,
             wait_grant=True,
             tell_taken=this.step > 1,
-            programs=pe.programs(this),
         )
     if after and not pe.beside:
         _reduce(sums, after)

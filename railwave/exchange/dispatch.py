@@ -72,7 +72,7 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
     pe, out_load = moves.pe, moves.handle.out_load
     granted = this.step > 1  # a notify grants the first round
     beside: Callable[[], None] | None = None
-    programs = pe.programs(this)
+    programs: int | None = None
     if pe.beside and after:
         programs, pack_programs = pe.programs_at_once()
         if pack_programs:

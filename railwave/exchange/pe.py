@@ -332,9 +332,9 @@ class Exchange:
         wait_packed: bool,
         wait_grant: bool,
         tell_taken: bool,
-        programs: int,
+        programs: int | None = None,
     ) -> None:
-        """Put this PE's records of a round on the wire."""
+        """Put this PE's records of a round on the wire; `programs`: for each peer."""
         layout, G = self.heap.layout, self.config.topo.gpus_per_node
         if self.observer:
             for d, _ in self._peers(send_load, this, direction=1):
@@ -357,7 +357,7 @@ class Exchange:
             tell_taken=tell_taken,
             port_off=layout["ports"] if self.config.shape.EMULATED else 0,
             shape=self.config.shape,
-            programs=programs,
+            programs=programs or self.programs(this),
             block_w=self.config.tiles.block_put,
             warps=self.config.tiles.warps,
         )
