@@ -311,27 +311,27 @@ def test_take(cluster, data):
     me = data.draw(st.integers(0, config.topo.num_ranks - 1))
     mates = range(me // S.G * S.G, (me // S.G + 1) * S.G)
     size = row_bytes_of(hidden, dtype)
-    peer = data.draw(st.integers(0, this.num_peers - 1))
-    start = (this.buffer + peer * this.records) * size
-    shape = (this.records, size // dtype.itemsize)
-    recv = [memory.view(pe, "recv", *shape, dtype=dtype, start=start)[:, :hidden] for pe in mates]
+    start = this.buffer * size
+    recv = [round_block(memory, pe, "recv", this, hidden, dtype, start=start) for pe in mates]
     for part in recv:
         part[:] = values(*part.shape, dtype=dtype)
     memory.words(me, "returned")[:] = mark(config, this.step)
     memory.start()
     num_records = torch.randint(0, S.T + 1, (S.N,)).int()
-    record_token = torch.stack([torch.randperm(S.T) for _ in range(S.N)]).int()
+    record_token = torch.full((S.N, S.T), -1).int()
+    for d, n in enumerate(num_records.tolist()):
+        record_token[d, :n] = torch.randperm(S.T)[:n].sort().values.int()
     proxy = torch.randint(0, S.G, (S.N, S.T)).int()
     slot = torch.randint(0, S.PROXY_RECORDS, (S.N, S.T)).int()
     got = values(S.T, hidden, dtype=torch.float32)
     want = got.clone()
     records = (num_records, record_token, proxy, slot)
-    where = {"me": me, "wave": this.wave + peer, "first": this.first, "shape": S}
+    where = {"me": me, "wave": this.wave, "first": this.first, "shape": S}
     tell = data.draw(st.booleans())
     combine.take(
         *(got, memory.bases, memory.state(), *records),
         **{"recv_off": memory.off("recv") + start, "returned_off": memory.off("returned")},
-        **{"rows_read_off": memory.off("rows_read"), "tell": tell},
+        **{"rows_read_off": memory.off("rows_read"), "tell": tell, "num_peers": this.num_peers},
         **{"round_records": this.records, "record_words": size // 4, "step": this.step},
         **{"wire_dtype": dtype, **where, **sizes},
     )
@@ -541,7 +541,7 @@ def test_nothing_is_written_once_the_phase_has_failed(waits):
     combine.take(
         *(acc, memory.bases, state, *tables, torch.zeros(2, 4).int(), tables[1]),
         **{"me": 0, "recv_off": memory.off("recv"), "returned_off": memory.off("returned")},
-        **{"step": 1, "block_h": 8, **told, **wire, **sizes},
+        **{"step": 1, "num_peers": 1, "block_h": 8, **told, **wire, **sizes},
     )
     combine.final(
         *(y.view(torch.float32), acc, (), memory.bases, state),

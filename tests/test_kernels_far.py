@@ -203,8 +203,7 @@ def test_case_d1_own_and_take(world):
         *(acc, world.bases, make_state(), num_records, record_token, proxy, slot),
         **{"me": 0, "recv_off": RECV, "returned_off": WORD["returned"], "wave": 1, "first": 0},
         **{"round_records": P, "record_words": words, "step": 1, "wire_dtype": torch.float32},
-        **read,
-        **sizes,
+        **{"num_peers": 1, **read, **sizes},
     )
     assert torch.equal(acc[token], 11 * SUM)
 

@@ -260,7 +260,7 @@ def launches(world, call):
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 @pytest.mark.parametrize("path", ["native", "rail", "permutation", "joint"])
 def test_launches(path, nodes, bounded):
-    """The README's numbers: six and three a round; three and four a round, and more peers."""
+    """The README's numbers: six and three a round; three and four a round, however many peers."""
     more = {"max_recv_rows": 8 * nodes - 1} if bounded else {}
     world = make_world(nodes, 2, 2, staging_records=2, paths=[path], **more)
     batch = make_batch(world, 3)  # of 4 that are declared, so that all rows fit
@@ -270,6 +270,4 @@ def test_launches(path, nodes, bounded):
     assert count == 6 + 3 * len(rounds) + bounded
     handles = [one.handle for one in received]
     _, count = launches(world, lambda: world.combine([one.x for one in received], handles))
-    further = sum(this.num_peers - 1 for this in rounds)
-    assert count == 3 + 4 * len(rounds) + further
-    assert (further > 0) == (nodes == 4 and path in ("native", "rail"))
+    assert count == 3 + 4 * len(rounds)

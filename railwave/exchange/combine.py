@@ -91,8 +91,7 @@ def combine(
         yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
         _give_back(sums, this, after)
         yield pe.all_wait("returned", this.step)
-        for i in range(this.num_peers):
-            _take(sums, this, i, last=after is None and i == this.num_peers - 1)
+        _take(sums, this, last=after is None)
     yield pe.all_wait("rows_read", 1)
     return _final(sums, options.bias)
 
@@ -259,21 +258,17 @@ def _give_back(sums: _Sums, this: Round, after: Round | None) -> None:
     pe.saw_arrival(handle.out_load, this)
 
 
-def _take(sums: _Sums, this: Round, peer: int, *, last: bool) -> None:
-    """Add what one peer of the round returned: in the order of the waves, one launch each."""
+def _take(sums: _Sums, this: Round, *, last: bool) -> None:
+    """Add what the peers of the round returned, in the order of the waves."""
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
-    buffer = this.buffer + peer * this.records
     pe.kernels.combine.take(
         *(sums.acc, pe.heap.bases, pe.state, handle.num_records, handle.record_token),
         *(handle.proxy, handle.slot),
-        me=pe.pe,
-        recv_off=layout["recv"] + buffer * sums.sum_words * 4,
+        recv_off=layout["recv"] + this.buffer * sums.sum_words * 4,
         returned_off=layout["returned"],
         rows_read_off=layout["rows_read"],
         tell=last,
-        wave=this.wave + peer,
-        first=this.first,
-        round_records=this.records,
+        **pe.round_args(this),
         record_words=sums.sum_words,
         step=this.step,
         wire_dtype=sums.wire,

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.language import core  # noqa: F401  (see lang.jit)
 
-from .lang import helper, i64, iota, jit
+from .lang import helper, i64, iota, jit, tile_sum
 from .nvshmem import libraries, quiet
 from .reduce import DTYPES, load_f32, round_ref, rounded
 from .shape import Shape, pow2
@@ -76,6 +76,23 @@ def _give_back_kernel(
     tell_node(bases_ptr, state_ptr, me, returned_off, value, S)
 
 
+TOKENS_AT_ONCE = tl.constexpr(1024)
+
+
+@helper
+def _records_before(record_token_ptr, n, t):
+    """Return how many of a node's n records, which ascend in their tokens, are of tokens before t.
+
+    Example: of records of tokens 0, 2, 3 one is of a token before 2.
+    """
+    before: int = i64(0)
+    for i in range(0, n, TOKENS_AT_ONCE):
+        offs_i = i + iota(TOKENS_AT_ONCE)
+        token = tl.load(record_token_ptr + offs_i, mask=offs_i < n, other=0).to(tl.int64)
+        before += i64(tile_sum(((token < t) & (offs_i < n)).to(tl.int64), 0))
+    return before
+
+
 @jit
 def _take_kernel(
     acc_ptr,
@@ -89,7 +106,9 @@ def _take_kernel(
     recv_off,
     returned_off,
     rows_read_off,
+    num_tokens,
     wave,
+    num_peers,
     first,
     step,
     S: tl.constexpr,
@@ -97,39 +116,49 @@ def _take_kernel(
     WIRE: tl.constexpr,
     RECORD_WORDS: tl.constexpr,
     ROUND_RECORDS: tl.constexpr,
+    PEERS: tl.constexpr,
     TELL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """At the owner: add the sums that node d returned to this rank's proxies to acc.
+    """At the owner: add the sums that the round's peers returned to this rank's proxies to acc.
 
+    With PEERS there are several, and a program adds all sums of its tokens, peer by peer.
     Last of a phase, it says that this PE has read all that it reads of the node.
     """
     me: int = i64(me)
     node: int = me // S.G
     value: int = mark(state_ptr, i64(step), S)
     ok: int = wait_node(bases_ptr, state_ptr, me, returned_off, value, RETURNED, S)
-    d: int = (node + S.N - i64(wave)) % S.N
     first: int = i64(first)
-    n: int = i64(tl.load(own_records_ptr + d)) * ok
-    end: int = share(n, i64(tl.program_id(0)) + 1)
-    for i in range(share(n, i64(tl.program_id(0))), end, BLOCK_M):
-        offs_i = i + iota(BLOCK_M)
-        mask_i = offs_i < end
-        record = d * S.T + offs_i
-        place = tl.load(slot_ptr + record, mask=mask_i, other=-1).to(tl.int64) - first
-        mask_i = (place >= 0) & (place < ROUND_RECORDS)
-        t = tl.load(record_token_ptr + record, mask=mask_i, other=0).to(tl.int64)
-        pe = node * S.G + tl.load(proxy_ptr + record, mask=mask_i, other=0).to(tl.int64)
-        src = tl.load(bases_ptr + pe, mask=mask_i, other=0) + recv_off
-        src += place * (RECORD_WORDS * 4)
-        for h in range(0, H, BLOCK_H):
-            offs_h = h + iota(BLOCK_H)
-            mask = mask_i[:, None] & (offs_h < H)[None, :]
-            acc_ptrs = acc_ptr + (t * H)[:, None] + offs_h[None, :]
-            total = tl.load(acc_ptrs, mask=mask, other=0.0)
-            total += load_f32(src[:, None], offs_h[None, :], mask, WIRE)
-            tl.store(acc_ptrs, total, mask=mask)
+    for peer in range(0, i64(num_peers)):
+        d: int = (node + S.N - i64(wave) - peer) % S.N
+        n: int = i64(tl.load(own_records_ptr + d)) * ok
+        begin: int = share(n, i64(tl.program_id(0)))
+        end: int = share(n, i64(tl.program_id(0)) + 1)
+        if PEERS:
+            first_t: int = share(i64(num_tokens), i64(tl.program_id(0)))
+            end_t: int = share(i64(num_tokens), i64(tl.program_id(0)) + 1)
+            begin: int = _records_before(record_token_ptr + d * S.T, n, first_t)
+            end: int = _records_before(record_token_ptr + d * S.T, n, end_t)
+            tl.debug_barrier()  # all threads have stored the sums of the peer before
+        for i in range(begin, end, BLOCK_M):
+            offs_i = i + iota(BLOCK_M)
+            mask_i = offs_i < end
+            record = d * S.T + offs_i
+            place = tl.load(slot_ptr + record, mask=mask_i, other=-1).to(tl.int64) - first
+            mask_i = (place >= 0) & (place < ROUND_RECORDS)
+            t = tl.load(record_token_ptr + record, mask=mask_i, other=0).to(tl.int64)
+            pe = node * S.G + tl.load(proxy_ptr + record, mask=mask_i, other=0).to(tl.int64)
+            src = tl.load(bases_ptr + pe, mask=mask_i, other=0) + recv_off
+            src += (peer * ROUND_RECORDS + place) * (RECORD_WORDS * 4)
+            for h in range(0, H, BLOCK_H):
+                offs_h = h + iota(BLOCK_H)
+                mask = mask_i[:, None] & (offs_h < H)[None, :]
+                acc_ptrs = acc_ptr + (t * H)[:, None] + offs_h[None, :]
+                total = tl.load(acc_ptrs, mask=mask, other=0.0)
+                total += load_f32(src[:, None], offs_h[None, :], mask, WIRE)
+                tl.store(acc_ptrs, total, mask=mask)
     if TELL:
         if is_last(state_ptr) > 0:
             tell_node(bases_ptr, state_ptr, me, rows_read_off, mark(state_ptr, 1, S), S)
@@ -240,6 +269,7 @@ def take(
     returned_off: int,
     rows_read_off: int,
     wave: int,
+    num_peers: int,
     first: int,
     round_records: int,
     record_words: int,
@@ -252,26 +282,31 @@ def take(
     block_h: int,
     warps: int = 4,
 ) -> None:
-    """At the owner: add to acc what node (own - wave) mod N returned in a round.
+    """At the owner: add to acc what nodes (own - wave - i) mod N, i < num_peers, returned in turn.
 
     Args:
         acc: (T, H) float32, updated.
+        record_token: (N, S.T) int32, from the dispatch's `count`: each node's ascend.
         proxy, slot: (N, S.T) int32, from the dispatch's `match`.
-        recv_off: byte offset of that node's receive buffer for the round.
+        recv_off: byte offset of the receive buffers of the round, one a peer.
         returned_off, rows_read_off: byte offsets of the words returned[local GPU], rows_read[...].
         tell: say last that this PE has read the node's rows and sums: the phase's last `take`.
     """
-    hidden = acc.shape[1]
+    hidden, several = acc.shape[1], num_peers > 1
     _take_kernel[(programs,)](
         *(acc, bases, state, num_records, record_token, proxy, slot),
-        *(me, recv_off, returned_off, rows_read_off, wave, first, step),
+        *(me, recv_off, returned_off, rows_read_off, acc.shape[0]),
+        *(wave, num_peers, first, step),
         S=shape,
         H=hidden,
         WIRE=DTYPES[wire_dtype],
         RECORD_WORDS=record_words,
         ROUND_RECORDS=round_records,
+        PEERS=several,
         TELL=tell,
-        BLOCK_M=block_m,
+        BLOCK_M=max(2, block_m // 2)
+        if several
+        else block_m,  # of several more is kept in registers
         BLOCK_H=min(block_h, pow2(hidden)),
         num_warps=warps,
     )
@@ -335,13 +370,15 @@ def take_ref(
     """Do what `take` does, record by record.
 
     Args: as `take`, and
-        recv: per local GPU, (round_records, H) in the dtype on the wire: what came from that node.
+        recv: per local GPU, (peers, round_records, H) in the dtype on the wire: what came.
     """
-    d = (me // shape.G - wave) % shape.N
-    for i in range(int(num_records[d])):
-        place = int(slot[d, i]) - first
-        if 0 <= place < len(recv[0]):
-            acc[int(record_token[d, i])] += recv[int(proxy[d, i])][place].float()
+    num_peers, round_records, _ = recv[0].shape
+    for peer in range(num_peers):
+        d = (me // shape.G - wave - peer) % shape.N
+        for i in range(int(num_records[d])):
+            place = int(slot[d, i]) - first
+            if 0 <= place < round_records:
+                acc[int(record_token[d, i])] += recv[int(proxy[d, i])][peer, place].float()
 
 
 def final_ref(y: torch.Tensor, acc: torch.Tensor, bias: tuple[torch.Tensor, ...] = ()) -> None:
