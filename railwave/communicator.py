@@ -520,6 +520,9 @@ class Communicator:
         Raises: as `combine`.
         """
         if torch.compiler.is_compiling():
+            fits = stream is None and compiled.fits(handle, self._exchange)
+            if fits and compiled.are_weights_of(handle, topk_weights):
+                return compiled.combine_weights(self._name, topk_weights, handle)
             return compiled.uncompiled(self.combine_weights, topk_weights, handle, stream=stream)
         return self._combine(topk_weights, handle, stream=stream, of_weights=True)
 

@@ -59,6 +59,14 @@ def are_matrices(*values: Any) -> bool:
     return all(isinstance(value, torch.Tensor) and value.dim() == 2 for value in values)
 
 
+def are_weights_of(handle: Handle, weights: Any) -> bool:
+    """Say whether these are weights as the handle's dispatch handed out, without gradients."""
+    if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
+        return False
+    trained = weights.requires_grad and torch.is_grad_enabled()
+    return weights.shape == handle.topk_weights.shape and not trained
+
+
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Break a graph that is being made, and call a function as if nothing were compiled."""
     from railwave._uncompiled import call
@@ -167,6 +175,21 @@ def combine(
     return torch.ops.railwave.combine(
         out, weights, list(bias), tables, *form, wire_dtype=wire_dtype, of_gradients=False, after=[]
     )
+
+
+def combine_weights(world: str, topk_weights: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Bring weights of rows back inside a compiled region: (T, K).
+
+    Args:
+        topk_weights: of the shape of the handle's.
+    """
+    rows, tables = topk_weights.detach(), _tables(handle)
+    if handle.alignment:
+        rows = rows_of_places(handle.places, handle.received, rows)
+        tables = tables[: -len(PLACE_TABLES)]
+    form = (world, handle.path, handle.num_tokens, handle.row_words, 0)
+    more = {"wire_dtype": None, "of_gradients": True, "after": []}
+    return torch.ops.railwave.combine(rows.contiguous(), None, [], tables, *form, **more)
 
 
 @custom_op("railwave::dispatch", mutates_args=())

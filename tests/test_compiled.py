@@ -225,6 +225,31 @@ def hostile(rank):
     rw.close()
 
 
+def weights_back(rank):
+    """In one graph: by token and by expert, of a layer whose weights need gradients."""
+    rw = init(railwave.Topology(2, 1, 1), hidden=8, dtype=torch.float32)
+    batch = make_batch(rw, [3, 4], hidden=8)
+    x, ids, weights = (values[rank] for values in batch.arguments)
+    first = torch.arange(len(ids), device=ids.device)[:, None]
+    ids = (first + torch.arange(ids.shape[1], device=ids.device)) % rw.config.num_experts
+
+    def doubled(weights, alignment):
+        form = {"static_shapes": True, "expert_alignment": alignment}
+        received = rw.dispatch(x, ids, weights, **form)
+        return rw.combine_weights(received.topk_weights.detach() * 2, received.handle)
+
+    for alignment in (None, 4):
+        given = weights.clone().requires_grad_(alignment is None)
+        compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+        for call in (doubled, compiled):
+            assert torch.equal(call(given, alignment), 2 * weights), (alignment, call)
+    rw.close()
+
+
+def test_weights_come_back_in_one_graph():
+    run_all(weights_back, 2, timeout_s=240)
+
+
 def test_what_is_refused_is_refused_in_a_graph():
     run_all(hostile, 2, timeout_s=240)
 
