@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from railwave import autograd, compiled, tracing
+from railwave import autograd, compiled, compiled_calls
 from railwave._version import __version__
 from railwave.agreement import (
     check_capture,
@@ -27,11 +26,9 @@ from railwave.agreement import (
     checked_deadline,
     checked_wire,
     default_device,
-    raise_differ,
     say_call,
 )
 from railwave.arguments import (
-    MOST_ALIGNMENT,
     biases,
     check_call,
     check_given,
@@ -45,26 +42,21 @@ from railwave.arguments import (
 )
 from railwave.config import PATHS, Config, fitting
 from railwave.cost_table import CostTable, table_for
-from railwave.errors import PeerError, ReceiveOverflowError
+from railwave.errors import PeerError
 from railwave.exchange import (
-    CallsDiffer,
     Exchange,
-    Failure,
     Options,
-    Stages,
     combine,
     dispatch,
-    refuse,
 )
 from railwave.exchange.words import join_words
 from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
-from railwave.meeting import Meeting
+from railwave.phases import Phases
 from railwave.recorded import Recorded
 from railwave.rehearsal import Rehearsal
 from railwave.topology import Topology
 from railwave.turns import Turns, one_at_a_time, record
-from railwave.watch import AFTER, Watch, raise_failure
 
 _numbers = itertools.count()
 
@@ -118,8 +110,7 @@ class Communicator:
         device: torch.device | str | None = None,
         wire: str | None = None,
     ) -> None:
-        self._group, self._broken, self._closed = group, False, False
-        self._finished = 0  # the number of the last phase that came to its end
+        self._group, self._closed = group, False
         wrong: Exception | None = None
         try:
             self.deadline_s = checked_deadline(deadline_s)
@@ -164,12 +155,11 @@ class Communicator:
             try:
                 self._take_table(cost_table)
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
-                self._meeting = Meeting(self._exchange, self.deadline_s)
+                self._phases = Phases(self._exchange, self._heap, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
-                self._watch = Watch(self._exchange)
                 self._recorded = Recorded(self._exchange, self._turns)
                 if self._on_gpu:
-                    self._meeting.rehearse()
+                    self._phases.meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
             except BaseException:
                 self.close()
@@ -309,8 +299,8 @@ class Communicator:
         need `reset` before they go on: the one that is wrong, too.
         """
         if torch.compiler.is_compiling():
-            return self._compiled_dispatch(
-                *(x, topk_idx, topk_weights),
+            return compiled_calls.dispatch(
+                *(self, x, topk_idx, topk_weights),
                 handle=handle,
                 extras=extras,
                 path=path,
@@ -332,44 +322,6 @@ class Communicator:
         if not grads:
             return run()[0]
         return autograd.dispatch(self._verbs, run, [x], [topk_weights])[0]
-
-    def _compiled_dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, **form: Any) -> Received:
-        """Dispatch where `torch.compile` looks on: as an operator if shapes are static."""
-        handle, path, alignment = form["handle"], form["path"], form["expert_alignment"]
-        extras = () if form["extras"] is None else form["extras"]
-        grads = autograd.named(x=x, topk_weights=topk_weights)
-        fits = form["out"] == "copy" and form["stream"] is None
-        fits = fits and type(form["zero_padding"]) is bool and compiled.are_matrices(x)
-        fits = fits and isinstance(extras, (list, tuple)) and compiled.are_matrices(*extras)
-        if handle is None:
-            fits = fits and form["static_shapes"] is True
-            fits = fits and compiled.are_matrices(topk_idx, topk_weights)
-            fits = fits and (path is None or (type(path) is str and path != ""))
-            if alignment is not None:
-                fits = fits and type(alignment) is int and 0 < alignment <= MOST_ALIGNMENT
-            fits = fits and not any(extra.requires_grad for extra in extras)
-        else:
-            repeats = compiled.fits(
-                *(handle, self._exchange),
-                topk_idx=(topk_idx, None),
-                topk_weights=(topk_weights, None),
-                path=(path, None, getattr(handle, "path", None)),
-                static_shapes=(form["static_shapes"], None, True),
-                expert_alignment=(alignment, None, getattr(handle, "alignment", 0) or None),
-            )
-            fits = fits and not extras and repeats
-        if not fits:
-            return compiled.uncompiled(self.dispatch, x, topk_idx, topk_weights, **form)
-        if handle is not None:
-            return compiled.repeat(self._name, x, handle, form["zero_padding"], grads)
-        return compiled.dispatch(
-            *(self._name, self.config, self._exchange, x, topk_idx, topk_weights),
-            extras=extras,
-            path=path,
-            expert_alignment=alignment,
-            zero_padding=form["zero_padding"],
-            grads=grads,
-        )
 
     @one_at_a_time
     def _dispatch(
@@ -398,7 +350,7 @@ class Communicator:
         given, kind = (x, topk_idx, topk_weights), None
         if repeats and decided_there and handle is None and stream is None:
             kind = self._recorded.kind_of_dispatch(given, **form)
-            again = self._repeat(self._recorded.dispatch, kind, given, extras)
+            again = self._phases.repeat(self._recorded.dispatch, kind, given, extras)
             if again is not None:
                 return again
         used = (x, topk_idx, topk_weights, *(extras if isinstance(extras, list | tuple) else ()))
@@ -421,7 +373,7 @@ class Communicator:
             except Exception as error:
                 if capturing:
                     raise
-                return self._refuse("dispatch", error, decided_there)
+                return self._phases.refuse("dispatch", error, decided_there)
             if handle is not None:
                 self._keep_beside(handle, capturing)
             # Kernels read these; they are made before, since only launches are repeated.
@@ -429,7 +381,7 @@ class Communicator:
                 given = (call.joined, call.topk_idx, call.topk_weights)
             stages = dispatch(self._exchange, call)
             said = say_call(call, grads)
-            run = partial(self._run, stages, "dispatch", said, decided_there=decided_there)
+            run = partial(self._phases.run, stages, "dispatch", said, decided_there=decided_there)
             return self._recorded.take_down(kind, given, run)
 
     def combine(
@@ -472,7 +424,7 @@ class Communicator:
         """
         if torch.compiler.is_compiling():
             form = {"weights": weights, "bias": bias, "wire_dtype": wire_dtype}
-            return self._compiled_combine(out, handle, **form, stream=stream)
+            return compiled_calls.combine(self, out, handle, **form, stream=stream)
         anchor, added = getattr(handle, "anchor", None), biases(bias)
         grads = autograd.named(out=out, handle=anchor, weights=weights) and "out"
 
@@ -483,20 +435,6 @@ class Communicator:
         if not grads and not any(autograd.named(bias=each) for each in added):
             return run()[0]
         return autograd.combine(self._verbs, run, [out], [handle], [weights], [added])[0]
-
-    def _compiled_combine(self, out: Any, handle: Any, **form: Any) -> torch.Tensor:
-        """Combine where `torch.compile` looks on: as an operator after static shapes."""
-        weights, added, wire_dtype = form["weights"], biases(form["bias"]), form["wire_dtype"]
-        tensors = added if weights is None else (weights, *added)
-        grads = autograd.named(out=out, weights=weights)
-        fits = form["stream"] is None and compiled.are_matrices(out)
-        fits = fits and all(isinstance(each, torch.Tensor) for each in tensors)
-        fits = fits and (wire_dtype is None or isinstance(wire_dtype, torch.dtype))
-        view = bool(grads) and getattr(handle, "view", False)
-        if not fits or not compiled.fits(handle, self._exchange, view=(view, False)):
-            return compiled.uncompiled(self.combine, out, handle, **form)
-        given = {"weights": weights, "bias": added, "wire_dtype": wire_dtype}
-        return compiled.combine(self._name, out, handle, **given)
 
     def combine_weights(
         self,
@@ -520,10 +458,7 @@ class Communicator:
         Raises: as `combine`.
         """
         if torch.compiler.is_compiling():
-            fits = stream is None and compiled.fits(handle, self._exchange)
-            if fits and compiled.are_weights_of(handle, topk_weights):
-                return compiled.combine_weights(self._name, topk_weights, handle)
-            return compiled.uncompiled(self.combine_weights, topk_weights, handle, stream=stream)
+            return compiled_calls.combine_weights(self, topk_weights, handle, stream=stream)
         return self._combine(topk_weights, handle, stream=stream, of_weights=True)
 
     @one_at_a_time
@@ -554,8 +489,8 @@ class Communicator:
         if decided_there and stream is None and simple:
             kind = self._recorded.kind_of_combine(out, handle, wire_dtype, grads, checked)
             if kind is not None:
-                self._watch.check_handle(handle)
-            again = self._repeat(self._recorded.combine, kind, out, handle)
+                self._phases.watch.check_handle(handle)
+            again = self._phases.repeat(self._recorded.combine, kind, out, handle)
             if again is not None:
                 return again
         with self._turns.take(stream, (out, weights, *biases(bias))) as capturing:
@@ -579,28 +514,15 @@ class Communicator:
             except Exception as error:
                 if capturing or decided_there:
                     raise
-                return self._refuse("combine", error)
+                return self._phases.refuse("combine", error)
             agreed = f"{handle.epoch} {handle.path} {out.dtype} {out.shape[1]} {wire_dtype} {grads}"
             status = zlib.crc32(agreed.encode()) & (STATIC - 1)
             said = f"combine of call {handle.epoch}, hidden {out.shape[1]} {out.dtype}"
             said += f", wire_dtype {wire_dtype}, with{'' if grads else 'out'} gradients"
             stages = combine(self._exchange, out, handle, options, status=status)
-            run = partial(self._run, stages, "combine", said, decided_there=decided_there)
+            run = partial(self._phases.run, stages, "combine", said, decided_there=decided_there)
             given = () if kind is None else (out, handle.recorded.tables)
             return self._recorded.take_down(kind, given, run)
-
-    def _repeat(self, repeat: Callable[..., Any], kind: Any, *args: Any) -> Any:
-        """Repeat a call as it was launched before; None where it must be an ordinary one."""
-        if kind is None:
-            return None
-        try:
-            again = repeat(kind, *args)
-        except BaseException:
-            self._broken = True  # some kernels are launched, perhaps
-            raise
-        if again is not None:
-            self._watch.launched(captured=False)
-        return again
 
     @property
     def _verbs(self) -> autograd.Verbs:
@@ -615,6 +537,17 @@ class Communicator:
 
         return autograd.Verbs(dispatch, combine)
 
+    def _check_handle(self, handle: Handle) -> Handle:
+        check_handle(handle, self._exchange, name="handle", received="received")
+        self._phases.watch.check_handle(handle)
+        return compiled.with_epoch(handle)
+
+    def _keep_beside(self, handle: Handle, capturing: bool) -> None:
+        """Keep what a handle holds in memory until the current stream has used it."""
+        stream = self._exchange.stream()
+        if not capturing and stream != handle.stream:
+            record(handle.tensors(), stream)
+
     def check(self) -> None:
         """Wait for this rank's GPU; raise what went wrong in calls with static shapes.
 
@@ -626,125 +559,8 @@ class Communicator:
             ReceiveOverflowError: a rank would have received more than max_recv_rows rows.
             PeerTimeoutError: another rank did not come in time.
         """
-        self._check_not_broken()
-        with self.config.on_device():
-            failure = self._look(usable=True)
-            if failure:
-                self._broken = True
-                raise_failure(failure, self._exchange, self._meeting, self.deadline_s)
-
-    def _look(self, *, usable: bool) -> Failure | None:
-        """Wait for the GPU; return what went wrong, and know what calls are finished.
-
-        Args:
-            usable: no call was cut short on the host, so that without a failure all are finished.
-        """
-        failure = self._watch.look()
-        if failure:
-            self._finished = failure.epoch - 1
-        elif self._on_gpu and usable:
-            self._finished = self._exchange.epoch
-        return failure
-
-    def _check_handle(self, handle: Handle) -> Handle:
-        check_handle(handle, self._exchange, name="handle", received="received")
-        self._watch.check_handle(handle)
-        return compiled.with_epoch(handle)
-
-    def _keep_beside(self, handle: Handle, capturing: bool) -> None:
-        """Keep what a handle holds in memory until the current stream has used it."""
-        stream = self._exchange.stream()
-        if not capturing and stream != handle.stream:
-            record(handle.tensors(), stream)
-
-    def _refuse(self, verb: str, wrong: Exception, decided_there: bool = False) -> Any:
-        """Take part in a phase that this rank called wrongly: raise `wrong`, all others theirs."""
-        stages = refuse(self._exchange)
-        return self._run(stages, verb, str(wrong), wrong, decided_there=decided_there)
-
-    def _run(
-        self,
-        stages: Stages,
-        verb: str,
-        said: str,
-        wrong: Exception | None = None,
-        *,
-        decided_there: bool = False,
-    ) -> Any:
-        """Run a phase's stages; raise what any rank has to say of it, on every rank.
-
-        Args:
-            said: of this rank's call, for the others' errors.
-            wrong: what is wrong with it.
-            decided_there: the device finds what is wrong, and the host does not wait to hear it.
-        """
-        if self._watch.pending and not (decided_there and not wrong):
-            self.check()  # what failed before is not this call's
-        try:
-            with self.config.on_device(), tracing.world(self._heap):
-                if decided_there and not wrong:
-                    return self._launch_stages(stages)
-                return self._run_stages(stages, verb, said, wrong, decided_there)
-        finally:
-            self._exchange.put_words = None  # the handle's: nothing of a call is kept here
-
-    def _launch_stages(self, stages: Stages) -> Any:
-        """Launch a phase whose end nobody waits for."""
-        epoch, capturing = self._exchange.epoch, torch.cuda.is_current_stream_capturing()
-        self._broken = True  # until the end is reached
-        try:
-            while True:
-                next(stages)
-        except StopIteration as stop:
-            result = stop.value
-        if capturing:
-            self._exchange.epoch = epoch  # the device has not run it
-        self._watch.launched(captured=capturing)
-        self._broken = False
-        return result
-
-    def _run_stages(
-        self, stages: Stages, verb: str, said: str, wrong: Exception | None, decided_there: bool
-    ) -> Any:
-        meeting, number = self._meeting, self._exchange.epoch + 1
-        self._broken = True  # until the end is reached
-        try:
-            while True:
-                waits, began_s = next(stages), time.monotonic()
-                # On a CPU the kernels wait again for words that are there; on a GPU they wait.
-                if not self._on_gpu and not meeting.wait(waits()):
-                    meeting.give_up(verb, meeting.late(waits()), time.monotonic() - began_s)
-        except StopIteration as stop:
-            result = stop.value
-        except CallsDiffer as differ:
-            if decided_there and wrong:
-                raise wrong from None  # the others hear of it when they look, and then need a reset
-            if self._on_gpu and not wrong and differ.failure.static_there:
-                raise PeerError(
-                    f"nothing moved in {verb}: rank {differ.failure.pe} called it with static "
-                    f"shapes, this rank without; {AFTER}"
-                ) from None
-            self._watch.handled()
-            texts = meeting.exchange_texts(verb, f"{'wrong' if wrong else 'right'}: {said}")
-            self._end()
-            raise_differ(verb, wrong, texts)
-        except ReceiveOverflowError:
-            self._watch.handled()
-            self._end()
-            raise
-        except BaseException:
-            meeting.say_given_up(number)
-            raise
-        failure = self._exchange.failure()
-        if failure:
-            late = [(failure.word, failure.pe, failure.expected)]
-            meeting.give_up(verb, late, self.deadline_s)
-        self._end()
-        return result
-
-    def _end(self) -> None:
-        self._broken, self._finished = False, self._exchange.epoch
-        self._watch.went_well()
+        self._check_open()
+        self._phases.check()
 
     @one_at_a_time
     def reset(self) -> int:
@@ -762,14 +578,7 @@ class Communicator:
             PeerTimeoutError: a rank did not come in time; call it again when it is back.
         """
         self._check_open()
-        usable, self._broken = not self._broken, True  # its epoch is told: no phase in between
-        with self.config.on_device():
-            self._look(usable=usable)  # kernels of an interrupted call run to their end
-            epoch, finished = self._meeting.reset(finished=self._finished)
-            self._exchange.start_at(epoch + 1)
-            self._watch.start_again()
-        self._broken, self._finished = False, finished
-        return finished
+        return self._phases.reset()
 
     @one_at_a_time
     def close(self) -> None:
@@ -783,16 +592,5 @@ class Communicator:
             raise RuntimeError("this communicator is closed")
 
     def _check_usable(self) -> None:
-        self._check_not_broken()
-        if self._watch.alarmed:
-            if self._on_gpu and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("a call before this one failed: check() before a graph")
-            self.check()
-
-    def _check_not_broken(self) -> None:
         self._check_open()
-        if self._broken:
-            raise RuntimeError(
-                "a call of this communicator did not come to its end (it timed out, was "
-                "interrupted, or raised what was shown then): call reset() on all ranks first"
-            )
+        self._phases.check_usable()

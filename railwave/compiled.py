@@ -15,7 +15,7 @@ Letters: T tokens, H hidden, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,39 +39,6 @@ TABLES = (
     *("put_words", "epoch_tensor"),
 )
 PLACE_TABLES = ("places", "offsets")
-
-
-def fits(handle: Any, exchange: Any, **given: tuple[Any, ...]) -> bool:
-    """Say whether a graph may hold a call with this handle.
-
-    Otherwise the call itself says what is wrong.
-
-    Args:
-        given: of each argument that must be left out, or as of the handle: (value, what it may be).
-    """
-    if not isinstance(handle, Handle) or handle.exchange is not exchange:
-        return False
-    return handle.static_shapes and all(value in allowed for value, *allowed in given.values())
-
-
-def are_matrices(*values: Any) -> bool:
-    """Say whether these are tensors of two dimensions, as an operator takes them."""
-    return all(isinstance(value, torch.Tensor) and value.dim() == 2 for value in values)
-
-
-def are_weights_of(handle: Handle, weights: Any) -> bool:
-    """Say whether these are weights as the handle's dispatch handed out, without gradients."""
-    if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
-        return False
-    trained = weights.requires_grad and torch.is_grad_enabled()
-    return weights.shape == handle.topk_weights.shape and not trained
-
-
-def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Break a graph that is being made, and call a function as if nothing were compiled."""
-    from railwave._uncompiled import call
-
-    return call(function, *args, **kwargs)
 
 
 def dispatch(

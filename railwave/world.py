@@ -17,7 +17,7 @@ import torch
 
 from railwave import autograd, tracing
 from railwave.arguments import biases, check_all_weights, check_combine, check_dispatch
-from railwave.compiled import uncompiled
+from railwave.compiled_calls import uncompiled
 from railwave.config import PATHS, Config
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import ReceiveOverflowError

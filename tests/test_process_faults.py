@@ -78,7 +78,7 @@ def patient(**arguments):
 
 
 def set_deadline(rw, seconds):
-    rw.deadline_s = rw._meeting.deadline_s = seconds
+    rw.deadline_s = rw._phases.meeting.deadline_s = seconds
 
 
 def shown(seconds, error):
@@ -297,7 +297,7 @@ def as_on_a_gpu(rank):
     """The host goes on at once, the kernels wait; a time-out comes from their record."""
     rw = patient()
     rw._on_gpu = True
-    rw._meeting.rehearse()
+    rw._phases.meeting.rehearse()
     rw._exchange.persists = True
     for path in PATHS:
         phases(rw, [4, 0, 3, 4], path)
@@ -388,7 +388,7 @@ def killed_in_error(rank):
     dist.barrier()
     set_deadline(rw, DEADLINE_S)
     if rank == BAD:
-        rw._meeting.exchange_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rw._phases.meeting.exchange_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     began_s, error = timed(lambda: rw.dispatch(*[torch.ones(rank and 1, 3)] * 3))
     return shown(time.monotonic() - began_s, error)
 

@@ -254,7 +254,7 @@ def waiting(rank, folder, late, in_kernels):
     rw = init()
     if in_kernels:  # as on a GPU
         rw._on_gpu = True
-        rw._meeting.rehearse()
+        rw._phases.meeting.rehearse()
     batch = make_batch(rw, 4)
     outs = make_outs(batch)
     combine(rw, batch, dispatch(rw, batch, "joint"), outs)
