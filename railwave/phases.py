@@ -32,7 +32,7 @@ class Phases:
 
     def __init__(self, exchange: Exchange, heap: ShmHeap | NvshmemHeap, deadline_s: float) -> None:
         self.meeting, self.watch = Meeting(exchange, deadline_s), Watch(exchange)
-        self._exchange, self._heap, self._deadline_s = exchange, heap, deadline_s
+        self._exchange, self._heap = exchange, heap
         self._on_gpu = exchange.device.type == "cuda"
         self._broken = False
         self._finished = 0  # the number of the last phase that came to its end
@@ -118,7 +118,7 @@ class Phases:
         failure = self._exchange.failure()
         if failure:
             late = [(failure.word, failure.pe, failure.expected)]
-            meeting.give_up(verb, late, self._deadline_s)
+            meeting.give_up(verb, late, self.meeting.deadline_s)
         self._end()
         return result
 
@@ -146,7 +146,7 @@ class Phases:
             failure = self._look(usable=True)
             if failure:
                 self._broken = True
-                raise_failure(failure, self._exchange, self.meeting, self._deadline_s)
+                raise_failure(failure, self._exchange, self.meeting, self.meeting.deadline_s)
 
     def _look(self, *, usable: bool) -> Failure | None:
         """Wait for the GPU; return what went wrong, and know what calls are finished.

@@ -296,7 +296,7 @@ def test_case_a4_a_rank_that_never_enters_is_named_and_reset_brings_all_back():
 def as_on_a_gpu(rank):
     """The host goes on at once, the kernels wait; a time-out comes from their record."""
     rw = patient()
-    rw._on_gpu = True
+    rw._on_gpu = rw._phases._on_gpu = True
     rw._phases.meeting.rehearse()
     rw._exchange.persists = True
     for path in PATHS:

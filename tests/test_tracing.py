@@ -253,7 +253,7 @@ def waiting(rank, folder, late, in_kernels):
     """Rank 3 comes late to a dispatch."""
     rw = init()
     if in_kernels:  # as on a GPU
-        rw._on_gpu = True
+        rw._on_gpu = rw._phases._on_gpu = True
         rw._phases.meeting.rehearse()
     batch = make_batch(rw, 4)
     outs = make_outs(batch)
