@@ -79,20 +79,6 @@ def _give_back_kernel(
 TOKENS_AT_ONCE = tl.constexpr(1024)
 
 
-@helper
-def _records_before(record_token_ptr, n, t):
-    """Return how many of a node's n records, which ascend in their tokens, are of tokens before t.
-
-    Example: of records of tokens 0, 2, 3 one is of a token before 2.
-    """
-    before: int = i64(0)
-    for i in range(0, n, TOKENS_AT_ONCE):
-        offs_i = i + iota(TOKENS_AT_ONCE)
-        token = tl.load(record_token_ptr + offs_i, mask=offs_i < n, other=0).to(tl.int64)
-        before += i64(tile_sum(((token < t) & (offs_i < n)).to(tl.int64), 0))
-    return before
-
-
 @jit
 def _take_kernel(
     acc_ptr,
@@ -139,8 +125,17 @@ def _take_kernel(
         if PEERS:
             first_t: int = share(i64(num_tokens), i64(tl.program_id(0)))
             end_t: int = share(i64(num_tokens), i64(tl.program_id(0)) + 1)
-            begin: int = _records_before(record_token_ptr + d * S.T, n, first_t)
-            end: int = _records_before(record_token_ptr + d * S.T, n, end_t)
+            # The program's records: how many are of tokens before its first one, before its end.
+            before_first = iota(TOKENS_AT_ONCE) * 0
+            before_end = iota(TOKENS_AT_ONCE) * 0
+            for i in range(0, n, TOKENS_AT_ONCE):
+                offs_i = i + iota(TOKENS_AT_ONCE)
+                mask_i = offs_i < n
+                t = tl.load(record_token_ptr + d * S.T + offs_i, mask=mask_i, other=0)
+                before_first += (mask_i & (t < first_t)).to(tl.int64)
+                before_end += (mask_i & (t < end_t)).to(tl.int64)
+            begin: int = i64(tile_sum(before_first, 0))
+            end: int = i64(tile_sum(before_end, 0))
             tl.debug_barrier()  # all threads have stored the sums of the peer before
         for i in range(begin, end, BLOCK_M):
             offs_i = i + iota(BLOCK_M)
@@ -292,7 +287,7 @@ def take(
         returned_off, rows_read_off: byte offsets of the words returned[local GPU], rows_read[...].
         tell: say last that this PE has read the node's rows and sums: the phase's last `take`.
     """
-    hidden, several = acc.shape[1], num_peers > 1
+    hidden = acc.shape[1]
     _take_kernel[(programs,)](
         *(acc, bases, state, num_records, record_token, proxy, slot),
         *(me, recv_off, returned_off, rows_read_off, acc.shape[0]),
@@ -302,11 +297,9 @@ def take(
         WIRE=DTYPES[wire_dtype],
         RECORD_WORDS=record_words,
         ROUND_RECORDS=round_records,
-        PEERS=several,
+        PEERS=num_peers > 1,
         TELL=tell,
-        BLOCK_M=max(2, block_m // 2)
-        if several
-        else block_m,  # of several more is kept in registers
+        BLOCK_M=block_m,
         BLOCK_H=min(block_h, pow2(hidden)),
         num_warps=warps,
     )
