@@ -103,8 +103,8 @@ def _are_weights_of(handle: Handle, weights: Any) -> bool:
     """Say whether these are weights as the handle's dispatch handed out, without gradients."""
     if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
         return False
-    trained = weights.requires_grad and torch.is_grad_enabled()
-    return weights.shape == handle.topk_weights.shape and not trained
+    given, trained = handle.topk_weights, weights.requires_grad and torch.is_grad_enabled()
+    return weights.shape == given.shape and weights.device == given.device and not trained
 
 
 def uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

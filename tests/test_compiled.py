@@ -225,6 +225,10 @@ def hostile(rank):
     rw.close()
 
 
+def test_what_is_refused_is_refused_in_a_graph():
+    run_all(hostile, 2, timeout_s=240)
+
+
 def weights_back(rank):
     """In one graph: by token and by expert, of a layer whose weights need gradients."""
     rw = init(railwave.Topology(2, 1, 1), hidden=8, dtype=torch.float32)
@@ -243,15 +247,15 @@ def weights_back(rank):
         compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
         for call in (doubled, compiled):
             assert torch.equal(call(given, alignment), 2 * weights), (alignment, call)
+    handle = rw.dispatch(x, ids, weights, static_shapes=True).handle
+    elsewhere = handle.topk_weights.to("meta")
+    with pytest.raises(ValueError, match="topk_weights must be on the device cpu, got meta"):
+        torch.compile(lambda: rw.combine_weights(elsewhere, handle), backend="aot_eager")()
     rw.close()
 
 
 def test_weights_come_back_in_one_graph():
     run_all(weights_back, 2, timeout_s=240)
-
-
-def test_what_is_refused_is_refused_in_a_graph():
-    run_all(hostile, 2, timeout_s=240)
 
 
 def several(rank):
