@@ -231,7 +231,7 @@ def count(
         expert_pos: (E,) int32, position of each expert when sorted by (rank, id).
         counts: out, (1 + N + W + E,) int32: status, records per node, rows per rank, slots per
             expert position, which must be zero before (telling leaves them so).
-        record_token: out, (N, S.T) int32: token of each record, per destination node.
+        record_token: out, (N, S.T) int32: token of each record, per destination node, ascending.
         row_index: out, (S.T, W) int32: index of the token's row in its stream, -1 for none.
         bases: (W,) int64, address of every PE's heap.
         state: (STATE_WORDS,) int64 of this PE; its epoch and notify number advance.
