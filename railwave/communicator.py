@@ -43,12 +43,7 @@ from railwave.arguments import (
 from railwave.config import PATHS, Config, fitting
 from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError
-from railwave.exchange import (
-    Exchange,
-    Options,
-    combine,
-    dispatch,
-)
+from railwave.exchange import Exchange, Options, combine, dispatch
 from railwave.exchange.words import join_words
 from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together

@@ -118,7 +118,7 @@ class Phases:
         failure = self._exchange.failure()
         if failure:
             late = [(failure.word, failure.pe, failure.expected)]
-            meeting.give_up(verb, late, self.meeting.deadline_s)
+            meeting.give_up(verb, late, meeting.deadline_s)
         self._end()
         return result
 
@@ -146,7 +146,7 @@ class Phases:
             failure = self._look(usable=True)
             if failure:
                 self._broken = True
-                raise_failure(failure, self._exchange, self.meeting, self.meeting.deadline_s)
+                raise_failure(failure, self._exchange, self.meeting)
 
     def _look(self, *, usable: bool) -> Failure | None:
         """Wait for the GPU; return what went wrong, and know what calls are finished.

@@ -89,9 +89,7 @@ class Watch:
             )
 
 
-def raise_failure(
-    failure: Failure, exchange: Exchange, meeting: Meeting, deadline_s: float
-) -> None:
+def raise_failure(failure: Failure, exchange: Exchange, meeting: Meeting) -> None:
     """Raise what a look has found.
 
     Raises:
@@ -103,7 +101,7 @@ def raise_failure(
         wrong = _wrong_call(failure.pe, failure.seen)
         raise PeerError(f"nothing moved in call {failure.epoch}: {wrong}; {AFTER}")
     late = [(failure.word, failure.pe, failure.expected)]
-    meeting.give_up("a call with static shapes", late, deadline_s, call=failure.epoch)
+    meeting.give_up("a call with static shapes", late, meeting.deadline_s, call=failure.epoch)
 
 
 def _wrong_call(rank: int, status: int) -> str:
