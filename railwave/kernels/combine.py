@@ -128,17 +128,17 @@ def _take_kernel(
             # The program's records: how many are of tokens before its first one, before its end.
             before_first = iota(TOKENS_AT_ONCE) * 0
             before_end = iota(TOKENS_AT_ONCE) * 0
-            for i in range(0, n, TOKENS_AT_ONCE):
-                offs_i = i + iota(TOKENS_AT_ONCE)
-                mask_i = offs_i < n
-                t = tl.load(record_token_ptr + d * S.T + offs_i, mask=mask_i, other=0)
-                before_first += (mask_i & (t < first_t)).to(tl.int64)
-                before_end += (mask_i & (t < end_t)).to(tl.int64)
+            for j in range(0, n, TOKENS_AT_ONCE):
+                offs_j = j + iota(TOKENS_AT_ONCE)
+                token = tl.load(record_token_ptr + d * S.T + offs_j, mask=offs_j < n, other=0)
+                before_first += ((offs_j < n) & (token < first_t)).to(tl.int64)
+                before_end += ((offs_j < n) & (token < end_t)).to(tl.int64)
             begin: int = i64(tile_sum(before_first, 0))
             end: int = i64(tile_sum(before_end, 0))
             tl.debug_barrier()  # all threads have stored the sums of the peer before
-        for i in range(begin, end, BLOCK_M):
-            offs_i = i + iota(BLOCK_M)
+        # From 0: of a loop that begins at a sum triton 3.9 forgets that rows start at 16 bytes.
+        for i in range(0, end - begin, BLOCK_M):
+            offs_i = begin + i + iota(BLOCK_M)
             mask_i = offs_i < end
             record = d * S.T + offs_i
             place = tl.load(slot_ptr + record, mask=mask_i, other=-1).to(tl.int64) - first
