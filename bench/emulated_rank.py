@@ -291,16 +291,12 @@ class Rank:
                     most_out[i] = max(most_out[i], sample.most_out())
         self.rw.check()
         by_rank = gather((whole, ends, most_out))
-        return [
-            Times(
-                [max(us) for us in zip(*(of[0][i] for of in by_rank), strict=True)],
-                _network_us([of[1][i] for of in by_rank]),
-                _before_us([of[1][i] for of in by_rank]),
-                _late_us([of[1][i] for of in by_rank]),
-                max(of[2][i] for of in by_rank),
-            )
-            for i in range(len(plans))
-        ]
+        times = []
+        for i in range(len(plans)):
+            us, stamps, out = zip(*([part[i] for part in of] for of in by_rank), strict=True)
+            parts = (_network_us(stamps), _before_us(stamps), _late_us(stamps))
+            times.append(Times(list(map(max, zip(*us, strict=True))), *parts, max(out)))
+        return times
 
     def _once(
         self, plan: Plan, routed: list[torch.Tensor], nothing: torch.Tensor, first: Any

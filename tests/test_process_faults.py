@@ -78,7 +78,7 @@ def patient(**arguments):
 
 
 def set_deadline(rw, seconds):
-    rw.deadline_s = rw._phases.meeting.deadline_s = seconds
+    rw._phases.meeting.deadline_s = seconds
 
 
 def shown(seconds, error):

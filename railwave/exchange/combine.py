@@ -115,7 +115,7 @@ def _granted(sums: _Sums, this: Round) -> Stages:
 
 
 def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
-    """Put a round's sums; meanwhile add up those of the round after it, and first the own node."""
+    """Put a round's sums; meanwhile add up the next round's, beside the first the own node's, too."""
     pe, handle = sums.pe, sums.handle
     own = this.step == 1
 
@@ -167,7 +167,7 @@ def _gather(sums: _Sums, words: torch.Tensor, weights: torch.Tensor | None) -> N
 
 
 def _tiles(pe: Exchange) -> dict[str, Any]:
-    """Return the arguments that a launcher takes of kernels that add rows."""
+    """Return the arguments that a launcher of tiles takes, as wide as what adds rows may be."""
     return {**pe.tiles(), "warps": pe.config.tiles.sum_warps}
 
 

@@ -2,10 +2,9 @@
 
 count -> forward -> (verdict) -> quota, match, pack -> (put, pack, unpack) a round -> finish
 
-The next round is packed beside a put, where that may be; beside the last one `local` writes what
-stays on the node. On the path granted, the one round's put is `granted`, beside all of that.
-
-or, for rows by expert, tally, place and spread in place of finish.
+or, for rows by expert, tally, place and spread in place of finish. The next round is packed beside
+a put, where that may be; beside the last one `local` writes what stays on the node. On the path
+granted, the one round's put is `granted`, with the other packs and `local` beside it.
 
 With an earlier call's handle nothing is counted or planned, and records are payload alone:
 

@@ -33,6 +33,8 @@ from .wire import (
     wait_node,
 )
 
+TOKENS_AT_ONCE = tl.constexpr(1024)  # of a peer's records, where a program looks for its own
+
 
 @jit
 def _give_back_kernel(
@@ -74,9 +76,6 @@ def _give_back_kernel(
             *(i64(next_wave), i64(next_first), value + 1, S),
         )
     tell_node(bases_ptr, state_ptr, me, returned_off, value, S)
-
-
-TOKENS_AT_ONCE = tl.constexpr(1024)
 
 
 @jit
