@@ -115,7 +115,7 @@ def _granted(sums: _Sums, this: Round) -> Stages:
 
 
 def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
-    """Put a round's sums; meanwhile add up the next round's, beside the first the own node's, too."""
+    """Put a round's sums; meanwhile add up the next round's, and in the first the own node's."""
     pe, handle = sums.pe, sums.handle
     own = this.step == 1
 

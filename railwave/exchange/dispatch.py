@@ -1,6 +1,6 @@
 """Dispatch: every token to the ranks of its experts.
 
-count -> forward -> (verdict) -> quota, match, pack -> (put, pack, unpack) a round -> finish
+count -> forward -> quota -> (verdict) -> match, pack -> (put, pack, unpack) a round -> finish
 
 or, for rows by expert, tally, place and spread in place of finish. The next round is packed beside
 a put, where that may be; beside the last one `local` writes what stays on the node. On the path
