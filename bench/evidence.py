@@ -41,7 +41,7 @@ def read(files: Iterable[Path]) -> list[Row]:
     """Return the rows of some files: of a case and method the last of those with most samples."""
     found: dict[tuple[Any, Any], Row] = {}
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
             row = json.loads(line)
             key = row.get("case_key"), row.get("method")
             before = found.get(key, {}).get("samples", 0)

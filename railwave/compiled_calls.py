@@ -24,9 +24,11 @@ def dispatch(rw: Any, x: Any, topk_idx: Any, topk_weights: Any, **form: Any) -> 
     fits = form["out"] == "copy" and form["stream"] is None
     fits = fits and type(form["zero_padding"]) is bool and _are_matrices(x)
     fits = fits and isinstance(extras, (list, tuple)) and _are_matrices(*extras)
+    fits = fits and _are_beside(x, *extras)
     if handle is None:
         fits = fits and form["static_shapes"] is True
         fits = fits and _are_matrices(topk_idx, topk_weights)
+        fits = fits and _are_beside(x, topk_idx, topk_weights)
         fits = fits and (path is None or (type(path) is str and path != ""))
         if alignment is not None:
             fits = fits and type(alignment) is int and 0 < alignment <= MOST_ALIGNMENT
@@ -62,6 +64,7 @@ def combine(rw: Any, out: Any, handle: Any, **form: Any) -> torch.Tensor:
     grads = autograd.named(out=out, weights=weights)
     fits = form["stream"] is None and _are_matrices(out)
     fits = fits and all(isinstance(each, torch.Tensor) for each in tensors)
+    fits = fits and _are_beside(out, *tensors)
     fits = fits and (wire_dtype is None or isinstance(wire_dtype, torch.dtype))
     view = bool(grads) and getattr(handle, "view", False)
     if not fits or not _handle_fits(handle, rw._exchange, view=(view, False)):
@@ -97,6 +100,11 @@ def _handle_fits(handle: Any, exchange: Any, **given: tuple[Any, ...]) -> bool:
 def _are_matrices(*values: Any) -> bool:
     """Say whether these are tensors of two dimensions, as an operator takes them."""
     return all(isinstance(value, torch.Tensor) and value.dim() == 2 for value in values)
+
+
+def _are_beside(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Say whether tensors are on one device: of others torch may run an operator's fake alone."""
+    return all(other.device == tensor.device for other in others)
 
 
 def _are_weights_of(handle: Handle, weights: Any) -> bool:

@@ -177,12 +177,17 @@ def hostile(rank):
         (lambda: fresh(extras=[x, 1]), TypeError, r"extras\[1\] must be a tensor, got int"),
         (lambda: fresh(extras=x), TypeError, "extras must be a sequence of tensors, got Tensor"),
         (lambda: fresh(expert_alignment=2**70), ValueError, "expert_alignment must be from 1"),
+        (lambda: fresh(ids=ids.to("meta")), ValueError, "topk_idx must be on the device"),
+        (lambda: fresh(weights=weights.to("meta")), ValueError, "topk_weights must be on the dev"),
+        (lambda: fresh(extras=[x.to("meta")]), ValueError, r"extras\[0\] must be on the device"),
     ]
     wrong_combines = [
         (lambda: back(handle=None), TypeError, "handle must be a Handle"),
         (lambda: back(plain.x[0]), ValueError, "out must have 2 dimensions"),
         (lambda: back(weights=[1.0] * rows), TypeError, "weights must be a tensor, got list"),
         (lambda: back(bias="xyz"), TypeError, "bias must be a tensor, got str"),
+        (lambda: back(weights=torch.ones(rows, device="meta")), ValueError, "must be on the dev"),
+        (lambda: back(bias=x[0].to("meta")), ValueError, "bias must be on the device"),
         (lambda: back(wire_dtype=3), TypeError, "wire_dtype must be float32, bfloat16 or float16"),
         (lambda: back(of_view * one, view.handle), ValueError, "of a dispatch with out='copy'"),
         (
