@@ -13,7 +13,7 @@ Letters: N nodes, G GPUs a node, W = N * G ranks, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -137,18 +137,24 @@ def replays(
         yield Case({**about, "pattern": pattern, "layer": layer}, made, samples, rate)
 
 
-def ultraep(on: Cluster, records: int, samples: int) -> Iterator[Case]:
-    """Yield UltraEP's four cases, at records / PAPER_RECORDS of their payload."""
+def ultraep(
+    on: Cluster,
+    records: int,
+    samples: int,
+    rate: float = 1.0,
+    names: Sequence[str] = ULTRAEP_CASES,
+) -> Iterator[Case]:
+    """Yield UltraEP's cases, at records / PAPER_RECORDS of their payload."""
     scaled = RECORD_BYTES * PAPER_RECORDS // records
     everything = frozenset((node, 0) for node in range(1, on.topo.nodes))
     hot = {"hot_rails": min(2, on.topo.rails_per_node)}
-    for name in ULTRAEP_CASES:
+    for name in names:
         more = hot if name[0] == "R" else {}
         in_bytes = ultraep_demand(name, on.topo, record_bytes=scaled, **more)
         demand = Demand(in_bytes.owned // scaled, in_bytes.bound // scaled, on.topo)
-        about = {"family": "ultraep", "layout": on.layout, "rate": 1.0, "case": name}
-        paper = dict(zip(PATHS, PAPER_ULTRAEP_MS[name], strict=True))
-        yield Case(about, Replay(demand, (everything,)), samples, paper_ms=paper)
+        about = {"family": "ultraep", "layout": on.layout, "rate": rate, "case": name}
+        paper = dict(zip(PATHS, PAPER_ULTRAEP_MS[name], strict=True)) if rate == 1 else {}
+        yield Case(about, Replay(demand, (everything,)), samples, rate, paper)
 
 
 def figure_9(on: Cluster, loads: torch.Tensor, records: int, samples: int) -> Iterator[Case]:
@@ -167,7 +173,9 @@ def figure_9(on: Cluster, loads: torch.Tensor, records: int, samples: int) -> It
             yield Case(about, made, samples, paper_ms=PAPER_HIGH_HIGH_MS if hardest else {})
 
 
-def zipf(on: Cluster, records: int, samples: int, seeds: int = 2) -> Iterator[Case]:
+def zipf(
+    on: Cluster, records: int, samples: int, rate: float = 1.0, seeds: int = 2
+) -> Iterator[Case]:
     """Yield pairs of nodes that differ, Zipf(2); the busiest GPU has a quarter of `records`."""
     N, G = on.topo.nodes, on.topo.gpus_per_node
     pairs_of_all = frozenset((s, d) for s in range(N) for d in range(N) if s != d)
@@ -179,8 +187,8 @@ def zipf(on: Cluster, records: int, samples: int, seeds: int = 2) -> Iterator[Ca
             per_gpu = (pairs == pairs.max()).astype(np.int64)
         per_gpu = per_gpu[:, :, None].repeat(G, axis=2)
         demand = Demand(per_gpu.transpose(0, 2, 1), per_gpu, on.topo)
-        about = {"family": "zipf", "layout": on.layout, "rate": 1.0, "seed": seed}
-        yield Case(about, Replay(demand, (pairs_of_all,)), samples)
+        about = {"family": "zipf", "layout": on.layout, "rate": rate, "seed": seed}
+        yield Case(about, Replay(demand, (pairs_of_all,)), samples, rate)
 
 
 def first_cases(on: Cluster, records: int, samples: int | None) -> list[Case]:
@@ -193,6 +201,8 @@ def first_cases(on: Cluster, records: int, samples: int | None) -> list[Case]:
         *ultraep(on, records, few),
         *zipf(on, records, few),
         *figure_9(on, loads, records, few),
+        *zipf(on, records, few, rate=0.5),
+        *ultraep(on, records, few, rate=0.5, names=("R42",)),
     ]
 
 
@@ -219,7 +229,8 @@ def more_cases(
         scaled = torch.stack([apportion(records, row) for row in trace[:TRACE_LAYERS]])
         cases += replays(on, scaled, "trace", list(range(len(scaled))), few, 1.0)
     if "wide" in clusters:
-        cases += zipf(clusters["wide"], records, few)
+        for rate in (1.0, 0.5):
+            cases += zipf(clusters["wide"], records, few, rate)
     if "h20" in clusters:
         cases += replays(clusters["h20"], loads, "stand-in", deep, few, 1.0)
     return cases

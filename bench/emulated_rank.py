@@ -60,8 +60,8 @@ class Times:
     """Hold one method's samples, of the slowest rank, in microseconds."""
 
     whole_us: list[float]  # from the first call to the last result
-    # First put to last arrival of each dispatch and each combine, added up: what lies between, pack
-    # and unpack of later rounds, is in it; planning, first pack, copies and final sums are not.
+    # First put to last arrival of each dispatch and each combine: what lies between, pack and
+    # unpack of later rounds, is in it; planning, first pack, copies and final sums are not.
     network_us: list[float]
     # From when the last rank begins the first call to the first put of any: before a byte leaves.
     before_us: list[float]
@@ -355,7 +355,9 @@ class Rank:
 
 
 def _network_us(by_rank: Iterable[Any]) -> list[float]:
-    """Add up, sample by sample, the phases of all calls: first put of any rank to last arrival.
+    """Return, sample by sample, how long a phase is on the wire: first put to last arrival of any.
+
+    Of phases that overlap, since a rank without records goes on, what they share counts once.
 
     Args:
         by_rank: (ranks, samples, calls, call and 2 phases, 2 ends) nanoseconds.
@@ -365,9 +367,19 @@ def _network_us(by_rank: Iterable[Any]) -> list[float]:
         >>> other = [[600, 0], [2000, 4000], [6000, 6900]]
         >>> _network_us([[[one]], [[other]]])
         [4.0]
+
+    Example: the other rank receives nothing, and is ready to put combine's at 2,500 ns
+        >>> other = [[600, 0], [2000, 2000], [2500, 6900]]
+        >>> _network_us([[[one]], [[other]]])
+        [6.0]
     """
     ns = np.array(by_rank)[..., 1:, :]
-    return ((ns[..., 1].max(axis=0) - ns[..., 0].min(axis=0)).sum(axis=(1, 2)) / 1e3).tolist()
+    first, last = ns[..., 0].min(axis=0), ns[..., 1].max(axis=0)
+    samples = len(first)
+    first, last = first.reshape(samples, -1), last.reshape(samples, -1)
+    # Each rank's phases come one after another, so the first and the last ends do, too.
+    last_before = np.concatenate([first[:, :1], last[:, :-1]], axis=1)
+    return ((last - np.maximum(first, last_before)).sum(axis=1) / 1e3).tolist()
 
 
 def _before_us(by_rank: Iterable[Any]) -> list[float]:

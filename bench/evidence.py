@@ -88,24 +88,25 @@ def ultraep(rows: list[Row]) -> Iterable[str]:
     if found:
         yield "### UltraEP, ms there and back, whole calls, P50 (the paper's, at its own scale)"
         yield ""
-        yield from table(["layout", "case", "T*", *METHODS], _times(found, "layout", "case"))
+        names = "layout", "rate", "case"
+        yield from table([*names, "T*", *METHODS], _times(found, *names))
 
 
 def zipf(rows: list[Row]) -> Iterable[str]:
     """Tell pairs of nodes that differ: whole calls, and the network alone over T*."""
-    found = of_family(rows, "zipf")
+    found, names = of_family(rows, "zipf"), ("layout", "rate", "seed")
     if found:
         yield "### Pairs that differ, Zipf(2), ms there and back, whole calls, P50"
         yield ""
-        yield from table(["layout", "seed", "T*", *METHODS], _times(found, "layout", "seed"))
+        yield from table([*names, "T*", *METHODS], _times(found, *names))
         yield ""
         yield "Network alone over T*, P50:"
         yield ""
         body = []
-        for key, group in grouped(found, "layout", "seed").items():
+        for key, group in grouped(found, *names).items():
             of = {row["method"]: row["network"]["median_us"] / row["bound_us"] for row in group}
             body.append([*key, *(f"{of[name]:.3f}" if name in of else "" for name in METHODS)])
-        yield from table(["layout", "seed", *METHODS], body)
+        yield from table([*names, *METHODS], body)
         outs = [row["most_out"] for row in rows if "most_out" in row]
         if outs:
             yield ""
