@@ -45,6 +45,7 @@ from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError
 from railwave.exchange import Exchange, Options, combine, dispatch
 from railwave.exchange.words import join_words
+from railwave.graphs import Graphs
 from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.phases import Phases
@@ -142,7 +143,7 @@ class Communicator:
         self._name = f"communicator {next(_numbers)}"
         compiled.runners[self._name] = self
         self._on_gpu = self.config.device.type == "cuda"
-        self._turns = Turns(self.config.device)
+        self._turns, self._graphs = Turns(self.config.device), Graphs()
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
         with torch.inference_mode(False), self.config.device, self.config.on_device():
@@ -152,7 +153,7 @@ class Communicator:
                 self._exchange = together(self._gather, "make tables", self._make_exchange)
                 self._phases = Phases(self._exchange, self._heap, self.deadline_s)
                 self._rehearsal = Rehearsal(self._exchange)
-                self._recorded = Recorded(self._exchange, self._turns)
+                self._recorded = Recorded(self._exchange, self._turns, self._graphs)
                 if self._on_gpu:
                     self._phases.meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
@@ -580,6 +581,7 @@ class Communicator:
         """Give the shared memory back. Not collective; nothing works afterwards."""
         if not self._closed:
             self._closed = True
+            self._graphs.clear()
             self._heap.close()
 
     def _check_open(self) -> None:

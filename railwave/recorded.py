@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from railwave import tracing
 from railwave.exchange import Exchange
 from railwave.exchange.words import are_words, join_words
+from railwave.graphs import Graphs
 from railwave.handle import Handle, Received
 from railwave.kernels import launches_hooked, tell_launches
 from railwave.recording import Recording, Tape, View
@@ -78,9 +79,10 @@ class Recorded:
     Of kinds that are many the last used are remembered.
     """
 
-    def __init__(self, exchange: Exchange, turns: Turns) -> None:
+    def __init__(self, exchange: Exchange, turns: Turns, graphs: Graphs) -> None:
         self.repeats = {"dispatch": 0, "combine": 0}  # calls that were launched so
         self._exchange, self._turns, self._device = exchange, turns, exchange.device
+        self._graphs = graphs
         # By kind `_Dispatch` or `_Combine`, or how often it was called; the last used one last.
         self._kinds: dict[Any, Any] = {}
         region = exchange.heap.region(exchange.pe, "rows", torch.uint8)
@@ -206,9 +208,10 @@ class Recorded:
         device = self._device
         pieces = [torch.empty(size, dtype=dtype, device=device) for size, dtype in recording.pieces]
         pieces.append(torch.empty(recording.table_bytes, dtype=torch.uint8, device=device))
-        starts = [tensor.data_ptr() for tensor in (*pieces, *given)]
+        starts = tuple(tensor.data_ptr() for tensor in (*pieces, *given))
         pe = self._exchange
-        recording.play(starts, self._turns.last, pe.beside, pe.events)
+        play = partial(recording.play, starts, other=pe.beside, events=pe.events)
+        self._graphs.launch((recording, starts), play, self._turns.last)
         self._exchange.path = path
         self._exchange.advance()
         return pieces

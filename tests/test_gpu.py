@@ -385,6 +385,13 @@ def repeats(rank, nodes, wire, more):
     assert run.wrong.item() == 0
     assert rw._recorded.repeats["dispatch"] == len(forms) * (turns - 2)
     assert rw._recorded.repeats["combine"] >= len(forms) * (turns - 4)
+    graphs_before = rw._graphs.launched
+    for _ in range(turns):  # in the same memory: calls are graphs
+        run.refill()
+        received = rw.dispatch(run.x, run.ids, run.weights, path="joint", static_shapes=True)
+        run.check(received, rw.combine(received.x, received.handle))
+    rw.check()
+    assert run.wrong.item() == 0 and rw._graphs.launched > graphs_before
     rows = received.handle.stats().rows
     assert all(row.put_bytes == row.planned_bytes for row in rows)
     assert sum(row.planned_bytes for row in rows) > 0

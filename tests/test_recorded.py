@@ -6,6 +6,7 @@ are none. So nothing here waits for another rank.
 
 import contextlib
 import signal
+from functools import partial
 from threading import Event, Thread
 
 import numpy as np
@@ -15,12 +16,19 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import railwave
 from processes import run_all
-from railwave import kernels, recorded
+from railwave import graphs, kernels, recorded
 from railwave.exchange import Exchange
 from railwave.recorded import RecordedHandle
 from test_recording import Stream, UnseenTape, unseen
 
 STATIC = {"static_shapes": True}
+
+
+class Captured:
+    """Stands for a graph: what it was captured of is launched when it is replayed."""
+
+    def __init__(self, launch):
+        self.replay = partial(launch, Stream(2))
 
 
 def rank_that_repeats(**sizes):
@@ -37,6 +45,7 @@ def rank_that_repeats(**sizes):
         recorded, "tell_launches", lambda tell: kernels.tell_launches(tell, interpret=True)
     )
     patch.setattr(InterpretedFunction, "run", unseen(run))
+    patch.setattr(graphs, "capture", Captured)
     declared = {"num_experts": 2, "top_k": 1, "hidden": 8, "max_tokens_per_rank": 4}
     rw = railwave.Communicator(railwave.Topology(1, 1, 1), **{**declared, **sizes}, device="cpu")
     rw._turns.last = stream
@@ -83,6 +92,51 @@ def results(rank):
 
 def test_results_are_the_callers_own():
     run_all(results, 1, fresh=True)
+
+
+class SameMemory:
+    """Stands for torch, whose memory comes back in a loop: each call's n-th tensor lies anew."""
+
+    def __init__(self):
+        self.made, self.number = {}, 0
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, size, *, dtype, device):
+        self.number += 1
+        new = torch.empty(size, dtype=dtype, device=device)
+        return self.made.setdefault((self.number, size, dtype), new)
+
+
+def same_memory(rank):
+    """Calls at addresses that came before are graphs, whatever is in that memory now."""
+    rw, memory, play = rank_that_repeats(), SameMemory(), recorded.Recorded._play
+
+    def play_again(self, *given):
+        memory.number = 0
+        return play(self, *given)
+
+    x, ids, weights = batch()
+    out = torch.empty_like(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded, "torch", memory)
+        patch.setattr(recorded.Recorded, "_play", play_again)
+        for _ in range(10):
+            for tensor, new in zip((x, ids, weights), batch(), strict=True):
+                tensor.copy_(new)
+            received = rw.dispatch(x, ids, weights, **STATIC)
+            assert torch.equal(received.x, x)
+            out.copy_(received.x)
+            assert torch.equal(rw.combine(out, received.handle), x)
+    repeats = rw._recorded.repeats
+    assert repeats == {"dispatch": 8, "combine": 6}
+    assert rw._graphs.launched == 8 - 1 + 6 - 1
+    rw.close()
+
+
+def test_calls_in_the_same_memory_are_graphs():
+    run_all(same_memory, 1, fresh=True)
 
 
 def extras_beside(rank):

@@ -13,6 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from railwave.arguments import check_call, check_out
 from railwave.exchange import Exchange, combine, dispatch
+from railwave.graphs import Graphs
 from railwave.kernels import load, tell_launches
 from railwave.recorded import Recorded, _combine_of, _dispatch_of, persistent
 from railwave.recording import Recording, Tape, Turn
@@ -145,7 +146,7 @@ def test_a_dispatch_and_its_combine_are_repeated_with_other_tensors(nodes, path,
     world = make_world(nodes, 2, 2, paths=[path])
     exchanges = world._exchanges
     monkeypatch.setattr(Exchange, "device_decides", lambda *_: True)
-    remembered = [Recorded(pe, Turns(CPU)) for pe in exchanges]
+    remembered = [Recorded(pe, Turns(CPU), Graphs()) for pe in exchanges]
 
     first = check_calls(make_batch(world, 4), path, out)
     stages = [dispatch(pe, call) for pe, call in zip(exchanges, first, strict=True)]

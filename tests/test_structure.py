@@ -39,6 +39,7 @@ LAYERS = [
     "recording",
     "exchange",
     "turns",
+    "graphs",
     "recorded",
     "autograd",
     "_uncompiled",

@@ -1,0 +1,94 @@
+"""Launch a repeated call whose memory is where it was before as one CUDA graph.
+
+To launch a call kernel by kernel takes the host longer than most calls take the GPU. A loop's calls
+come back to the same addresses, since torch's memory is reused; so what is launched at addresses
+for a second time becomes a graph, of that call with these addresses, and is one launch from then
+on. Nobody else's memory is in a graph, nor any of torch's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+MOST_GRAPHS = 256  # that are kept
+MOST_SEEN = 4 * MOST_GRAPHS  # calls that are remembered, to know one when it comes again
+UNUSED = 16 * MOST_GRAPHS  # calls for which a graph was not used when it gives way to another
+
+
+def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph:
+    """Return a graph of what is launched: on the current device, waiting for nothing.
+
+    Unlike `torch.cuda.graph`, which waits for the GPU; what has been launched may wait for another
+    rank, that waits for this one.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            launch(stream)
+        finally:
+            graph.capture_end()
+    return graph
+
+
+class Graphs:
+    """The graphs of one rank's repeated calls."""
+
+    def __init__(self) -> None:
+        self.launched = 0  # calls that were one launch
+        self._calls = 0
+        self._fails = False  # to capture
+        self._seen: dict[Hashable, None] = {}  # those that came once, the last one last
+        # By call a graph and when it was last used; the one that was used last is the last one.
+        self._graphs: dict[Hashable, tuple[Any, int]] = {}
+
+    def launch(self, call: Hashable, launch: Callable[[Any], None], stream: Any) -> None:
+        """Launch a call on a stream, which is torch's current one.
+
+        Args:
+            call: what is launched, and at which addresses.
+            launch: launches it kernel by kernel, on the stream that it is given.
+        """
+        self._calls += 1
+        graph = self._graph(call, launch)
+        if graph is None:
+            launch(stream)
+            return
+        graph.replay()
+        self.launched += 1
+        self._graphs.pop(call, None)
+        self._graphs[call] = graph, self._calls
+
+    def _graph(self, call: Hashable, launch: Callable[[Any], None]) -> Any:
+        """Return the graph of a call, made if it is time to; None: there is to be none."""
+        if call in self._graphs:
+            return self._graphs[call][0]
+        if self._fails:
+            return None
+        if call not in self._seen:
+            self._seen[call] = None
+            if len(self._seen) > MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
+            return None
+        if len(self._graphs) >= MOST_GRAPHS:
+            oldest, (_, used) = next(iter(self._graphs.items()))
+            # A loop of more calls than are kept has some of them as graphs, not each in turn.
+            if self._calls - used < UNUSED:
+                return None
+            del self._graphs[oldest]
+        del self._seen[call]
+        try:
+            return capture(launch)
+        except RuntimeError as error:
+            self._fails = True
+            warnings.warn(f"calls are launched kernel by kernel: {error}", stacklevel=2)
+            return None
+
+    def clear(self) -> None:
+        """Let all graphs go."""
+        self._graphs.clear()
+        self._seen.clear()

@@ -1,0 +1,84 @@
+"""Calls that come back to the same addresses become graphs."""
+
+import pytest
+
+from railwave import graphs
+from railwave.graphs import Graphs
+
+
+class Graph:
+    """Stands for a CUDA graph; notes that it is made, and replayed."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+        log.append(("made", name))
+
+    def replay(self):
+        self.log.append(("replayed", self.name))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What happens; a call is launched by a function that notes its stream and name."""
+    notes = []
+
+    def capture(launch):
+        launch("captured")
+        return Graph(notes, notes.pop()[1])
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    return notes
+
+
+def launch(made, log, name):
+    """Launch the call of a name; return what happened."""
+    log.clear()
+    made.launch(name, lambda stream: log.append((stream, name)), "own")
+    return list(log)
+
+
+def test_a_call_that_comes_again_is_one_launch_from_then_on(log):
+    made = Graphs()
+    assert launch(made, log, "a") == [("own", "a")]
+    assert launch(made, log, "b") == [("own", "b")]
+    assert launch(made, log, "a") == [("made", "a"), ("replayed", "a")]
+    assert launch(made, log, "a") == [("replayed", "a")]
+    assert made.launched == 2
+    made.clear()
+    assert launch(made, log, "a") == [("own", "a")]
+
+
+def test_of_a_loop_longer_than_what_is_kept_some_calls_are_graphs(log, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(graphs, "UNUSED", 20)
+    made, loop = Graphs(), "abcde"
+    for _ in range(10):
+        happened = [launch(made, log, name) for name in loop]
+    assert happened == [[("replayed", name)] for name in "abc"] + [[("own", n)] for n in "de"]
+    for _ in range(21):  # the loop is over; another takes its graphs' places
+        launch(made, log, "f")
+    assert launch(made, log, "f") == [("replayed", "f")]
+    assert launch(made, log, "a") == [("own", "a")] and launch(made, log, "c") == [
+        ("replayed", "c")
+    ]
+
+
+def test_what_came_long_ago_is_forgotten(log, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_SEEN", 2)
+    made = Graphs()
+    for name in "abc":
+        launch(made, log, name)
+    assert launch(made, log, "a") == [("own", "a")]
+    assert launch(made, log, "c") == [("made", "c"), ("replayed", "c")]
+
+
+def test_where_nothing_can_be_captured_calls_are_launched_as_before(log, monkeypatch):
+    def refuse(launch):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(graphs, "capture", refuse)
+    made = Graphs()
+    assert launch(made, log, "a") == [("own", "a")]
+    with pytest.warns(UserWarning, match="kernel by kernel: no memory"):
+        assert launch(made, log, "a") == [("own", "a")]
+    assert launch(made, log, "a") == [("own", "a")] and made.launched == 0
