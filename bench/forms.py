@@ -135,6 +135,8 @@ class World:
             **{"experts": self.experts, "top_k": self.top_k},
             **{"tokens": self.tokens, "hidden": hidden, "dtype": "bfloat16"},
         }
+        if self.options.staging_records:
+            about["staging_records"] = self.options.staging_records
         floors = self._floors(hidden)
         samples = take_samples(timed, self.options.samples, self.device)
         for one, by_phase in zip(timed, samples, strict=True):
