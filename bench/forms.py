@@ -90,6 +90,7 @@ class World:
             hidden=max(options.hidden),
             max_tokens_per_rank=tokens,
             staging_records=options.staging_records,
+            graphs=options.graphs,
             paths=options.paths,
             device=device,
             deadline_s=60,
@@ -137,6 +138,8 @@ class World:
         }
         if self.options.staging_records:
             about["staging_records"] = self.options.staging_records
+        if self.options.graphs:
+            about["graphs"] = True
         floors = self._floors(hidden)
         samples = take_samples(timed, self.options.samples, self.device)
         for one, by_phase in zip(timed, samples, strict=True):

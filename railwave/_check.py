@@ -32,6 +32,12 @@ def check_int(value: Any, name: str) -> int:
     raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
 
 
+def check_bool(value: Any, name: str) -> None:
+    """Check that `value` is True or False itself."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def check_positive_int(value: Any, name: str, *, below: int | None = None) -> int:
     """Return `value` as an int of at least 1, and below a bound if there is one."""
     number = check_int(value, name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from railwave._check import check_bool
 from railwave.autograd import rows_of_places
 from railwave.config import Config
 from railwave.exchange import Options
@@ -233,8 +234,7 @@ def _status(agreed: str, static_shapes: bool) -> int:
 
 
 def _check_form(static_shapes: Any, out: Any, grads: str) -> None:
-    if not isinstance(static_shapes, bool):
-        raise TypeError(f"static_shapes must be True or False, got {static_shapes!r}")
+    check_bool(static_shapes, "static_shapes")
     if out not in ("copy", "view"):
         raise ValueError(f"out must be 'copy' or 'view', got {out!r}")
     if out == "view" and grads:
@@ -257,8 +257,7 @@ def _check_grouping(
     config: Config, alignment: Any, zero_padding: Any, out: str, grads: str
 ) -> bool:
     """Check how rows are grouped by expert; return whether free rows are zeroed."""
-    if not isinstance(zero_padding, bool):
-        raise TypeError(f"zero_padding must be True or False, got {zero_padding!r}")
+    check_bool(zero_padding, "zero_padding")
     if alignment is None:
         if zero_padding:
             raise ValueError(

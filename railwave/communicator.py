@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from railwave import autograd, compiled, compiled_calls
+from railwave._check import check_bool
 from railwave._version import __version__
 from railwave.agreement import (
     check_capture,
@@ -45,7 +46,7 @@ from railwave.cost_table import CostTable, table_for
 from railwave.errors import PeerError
 from railwave.exchange import Exchange, Options, combine, dispatch
 from railwave.exchange.words import join_words
-from railwave.graphs import Graphs
+from railwave.graphs import MOST_GRAPHS, Graphs
 from railwave.handle import STATIC, Handle, Received
 from railwave.heap import NvshmemHeap, ShmHeap, together
 from railwave.phases import Phases
@@ -76,6 +77,8 @@ class Communicator:
             share memory through NVSHMEM, CPUs through the host's shared memory.
         wire: how records reach other nodes on GPUs: "nvshmem" by its calls, None by plain stores
             where the memory is mapped (one GPU, NVLink), else by its calls.
+        graphs: launch a call with static shapes whose memory is where an earlier one's was, as in a
+            loop, as one CUDA graph, which is made for it. Ranks may differ in this.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule, or differs from another rank's.
@@ -105,6 +108,7 @@ class Communicator:
         deadline_s: float | None = None,
         device: torch.device | str | None = None,
         wire: str | None = None,
+        graphs: bool = False,
     ) -> None:
         self._group, self._closed = group, False
         wrong: Exception | None = None
@@ -127,6 +131,7 @@ class Communicator:
                 device=default_device() if device is None else device,
             )
             self._wire = checked_wire(wire, self.config.device, self.config.nic_gbs)
+            check_bool(graphs, "graphs")
             check_group(group, topo)
         except (TypeError, ValueError, RuntimeError) as error:
             wrong = error
@@ -143,7 +148,8 @@ class Communicator:
         self._name = f"communicator {next(_numbers)}"
         compiled.runners[self._name] = self
         self._on_gpu = self.config.device.type == "cuda"
-        self._turns, self._graphs = Turns(self.config.device), Graphs()
+        self._turns = Turns(self.config.device)
+        self._graphs = Graphs(MOST_GRAPHS if graphs else 0)
         # Neither the caller's inference mode, in which tensors could not be used outside it, nor
         # the caller's default device.
         with torch.inference_mode(False), self.config.device, self.config.on_device():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from railwave._check import check_device, check_index, check_positive_int
+from railwave._check import check_bool, check_device, check_index, check_positive_int
 from railwave.heap import Layout
 from railwave.kernels.shape import SLOT_BYTES, Shape, make_format, pow2
 from railwave.topology import Topology
@@ -204,8 +204,7 @@ class Config:
         if self.max_recv_rows is not None:
             rows = min(rows, check_positive_int(self.max_recv_rows, "max_recv_rows"))
         object.__setattr__(self, "max_recv_rows", rows)
-        if not isinstance(self.pipeline, bool):
-            raise TypeError(f"pipeline must be True or False, got {self.pipeline!r}")
+        check_bool(self.pipeline, "pipeline")
         if self.nic_gbs is not None:
             object.__setattr__(self, "nic_gbs", self._checked_nic_gbs())
             # A smaller chunk than a slot would cost more to reserve than to move.

@@ -36,10 +36,15 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph
 
 
 class Graphs:
-    """The graphs of one rank's repeated calls."""
+    """The graphs of one rank's repeated calls.
 
-    def __init__(self) -> None:
+    Args:
+        most: that are kept; 0: none is made.
+    """
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
         self.launched = 0  # calls that were one launch
+        self._most = most
         self._calls = 0
         self._fails = False  # to capture
         self._seen: dict[Hashable, None] = {}  # those that came once, the last one last
@@ -67,14 +72,14 @@ class Graphs:
         """Return the graph of a call, made if it is time to; None: there is to be none."""
         if call in self._graphs:
             return self._graphs[call][0]
-        if self._fails:
+        if self._fails or not self._most:
             return None
         if call not in self._seen:
             self._seen[call] = None
             if len(self._seen) > MOST_SEEN:
                 del self._seen[next(iter(self._seen))]
             return None
-        if len(self._graphs) >= MOST_GRAPHS:
+        if len(self._graphs) >= self._most:
             oldest, (_, used) = next(iter(self._graphs.items()))
             # A loop of more calls than are kept has some of them as graphs, not each in turn.
             if self._calls - used < UNUSED:

@@ -317,6 +317,11 @@ def test_a_wire_is_none_on_a_cpu(wire):
         Communicator(Topology(2, 1, 1), **SMALL, device="cpu", wire=wire)
 
 
+def test_graphs_are_made_or_not():
+    with pytest.raises(TypeError, match="graphs must be True or False, got 1"):
+        Communicator(Topology(2, 1, 1), **SMALL, device="cpu", graphs=1)
+
+
 def test_more_experts_of_a_token_than_a_byte_counts_are_refused():
     sizes = dict(num_experts=300, hidden=2, max_tokens_per_rank=1)
     with pytest.raises(ValueError, match="top_k must be at most 255, got 256"):

@@ -351,7 +351,7 @@ def repeats(rank, nodes, wire, more):
     ranks, turns = 8, 12
     topo = railwave.Topology(nodes, ranks // nodes, ranks // nodes)
     sizes = {"num_experts": 2 * ranks, "hidden": 72, "max_tokens_per_rank": 32}
-    rw = init(topo, rank, **sizes, wire=wire, **more)
+    rw = init(topo, rank, **sizes, wire=wire, graphs=True, **more)
     run, before = Replayed(rw, 32, 64, 3), None
     run.refill()
     for tokens in (32, 0):  # whatever is loaded at its first use is loaded now
@@ -385,18 +385,21 @@ def repeats(rank, nodes, wire, more):
     assert run.wrong.item() == 0
     assert rw._recorded.repeats["dispatch"] == len(forms) * (turns - 2)
     assert rw._recorded.repeats["combine"] >= len(forms) * (turns - 4)
-    graphs_before = rw._graphs.launched
-    for _ in range(turns):  # in the same memory: calls are graphs
+    before = x = extra = None
+    for _ in range(3 * turns):  # in the same memory: calls are graphs
+        del received, y
         run.refill()
         received = rw.dispatch(run.x, run.ids, run.weights, path="joint", static_shapes=True)
-        run.check(received, rw.combine(received.x, received.handle))
+        y = rw.combine(received.x, received.handle)
+        run.check(received, y)
     rw.check()
-    assert run.wrong.item() == 0 and rw._graphs.launched > graphs_before
     rows = received.handle.stats().rows
-    assert all(row.put_bytes == row.planned_bytes for row in rows)
-    assert sum(row.planned_bytes for row in rows) > 0
+    launched, wrong = rw._graphs.launched, run.wrong.item()
     dist.barrier()
     rw.close()
+    assert wrong == 0 and launched > turns, (wrong, launched)
+    assert all(row.put_bytes == row.planned_bytes for row in rows), rows
+    assert sum(row.planned_bytes for row in rows) > 0
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,8 @@ def test_a_call_that_comes_again_is_one_launch_from_then_on(log):
 
 
 def test_of_a_loop_longer_than_what_is_kept_some_calls_are_graphs(log, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
     monkeypatch.setattr(graphs, "UNUSED", 20)
-    made, loop = Graphs(), "abcde"
+    made, loop = Graphs(3), "abcde"
     for _ in range(10):
         happened = [launch(made, log, name) for name in loop]
     assert happened == [[("replayed", name)] for name in "abc"] + [[("own", n)] for n in "de"]
@@ -70,6 +69,11 @@ def test_what_came_long_ago_is_forgotten(log, monkeypatch):
         launch(made, log, name)
     assert launch(made, log, "a") == [("own", "a")]
     assert launch(made, log, "c") == [("made", "c"), ("replayed", "c")]
+
+
+def test_none_is_made_where_none_is_to_be_kept(log):
+    made = Graphs(0)
+    assert [launch(made, log, "a") for _ in range(3)] == [[("own", "a")]] * 3
 
 
 def test_where_nothing_can_be_captured_calls_are_launched_as_before(log, monkeypatch):

@@ -47,7 +47,8 @@ def rank_that_repeats(**sizes):
     patch.setattr(InterpretedFunction, "run", unseen(run))
     patch.setattr(graphs, "capture", Captured)
     declared = {"num_experts": 2, "top_k": 1, "hidden": 8, "max_tokens_per_rank": 4}
-    rw = railwave.Communicator(railwave.Topology(1, 1, 1), **{**declared, **sizes}, device="cpu")
+    declared |= {"device": "cpu", "graphs": True}
+    rw = railwave.Communicator(railwave.Topology(1, 1, 1), **{**declared, **sizes})
     rw._turns.last = stream
     return rw
 
