@@ -292,11 +292,12 @@ def plans(case: Case) -> list[Plan]:
     by_wave = [_within(ranks, wave, topo) for wave in cyclic]
     nccl = [_within(between_ranks(as_bound), window, topo) for window in windows]
     stages = _planned("fast", demand)
+    stepwise = {"order": "stepwise"}  # in one call a PE's rounds wait for those of its peers alone
     return [
         Plan("native", "native", tuple(submitted), _planned("native", demand, windows=windows)),
         Plan("rail", "rail", tuple(submitted), _planned("rail", demand, windows=windows)),
-        Plan("permutation", "permutation", (ranks,), _planned("permutation", demand)),
-        Plan("joint", "joint", (ranks,), _planned("joint", demand)),
+        Plan("permutation", "permutation", (ranks,), _planned("permutation", demand, **stepwise)),
+        Plan("joint", "joint", (ranks,), _planned("joint", demand, **stepwise)),
         Plan(METHODS[4], "permutation", tuple(by_wave), _planned("permutation", demand)),
         Plan(METHODS[5], "joint", tuple(by_wave), _planned("joint", demand)),
         Plan(

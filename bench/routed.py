@@ -44,7 +44,7 @@ CONTESTANTS: dict[str, Callable[[Demand], Schedule]] = {
     "rail": partial(SCHEDULERS["rail"], **_WHOLE),
     "permutation": SCHEDULERS["permutation"],
     "joint": partial(SCHEDULERS["joint"], **_WHOLE),
-    "joint, no barriers": partial(SCHEDULERS["joint"], barrier=False, **_WHOLE),
+    "joint, no barriers": partial(SCHEDULERS["joint"], order="free", **_WHOLE),
     "rails_lpt": SCHEDULERS["rails_lpt"],
     "fast": SCHEDULERS["fast"],
     "rate": SCHEDULERS["rate"],

@@ -20,7 +20,7 @@ from railwave.topology import Topology
 
 VARIANTS = [(name, {}) for name in SCHEDULERS]
 VARIANTS += [("native", {"rail_rule": "destination"}), ("rails_lpt", {"chunk_bytes": 3})]
-VARIANTS += [("permutation", {"barrier": False}), ("joint", {"barrier": False})]
+VARIANTS += [("permutation", {"order": "stepwise"}), ("joint", {"order": "stepwise"})]
 
 
 def sent(schedule):
@@ -195,7 +195,7 @@ def test_schedulers_say_how_windows_follow():
     assert {
         name: schedule.order for name, schedule in say.items() if schedule.order != "barrier"
     } == {"fast": "pipelined", "granted": "chunkwise"}
-    assert SCHEDULERS["joint"](demand, barrier=False).order == "free"
+    assert SCHEDULERS["joint"](demand, order="free").order == "free"
 
 
 def test_schedule_refuses_other_columns():

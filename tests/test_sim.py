@@ -209,7 +209,23 @@ def test_free_waves_wait_for_peers_only():
     """
     demand = Demand.of([[0, 5, 1], [4, 0, 1], [0, 0, 0]], Topology(3, 1, 1))
     assert seconds("joint", demand, Fabric(1.0)) == 5 + 4
-    assert seconds("joint", demand, Fabric(1.0), barrier=False) == 6
+    assert seconds("joint", demand, Fabric(1.0), order="free") == 6
+
+
+def test_stepwise_waves_wait_for_what_both_ends_send_and_receive():
+    """As above, node 1 goes on only at 5, when it has received, and ends at 9. On four nodes:
+
+    In wave 1, 0 sends 6 to 1, and 2 sends 2 to 3; in wave 2 nodes 0 and 1 send 1 to 2 and 3, from 6
+    on, node 2 sends 3 to 0, which is busy until 6: 9. In wave 3 node 3 sends 4 to 2, which is busy
+    until 9: 13.
+    """
+    demand = Demand.of([[0, 5, 1], [4, 0, 1], [0, 0, 0]], Topology(3, 1, 1))
+    assert seconds("joint", demand, Fabric(1.0), order="stepwise") == 9
+    matrix = [[0, 6, 1, 0], [0, 0, 0, 1], [3, 0, 0, 2], [0, 0, 4, 0]]
+    demand = Demand.of(matrix, Topology(4, 1, 1))
+    assert seconds("joint", demand, Fabric(1.0), order="stepwise") == 13
+    with pytest.raises(ValueError, match=r"order must be one of .*, got 'chunkwise'"):
+        SCHEDULERS["joint"](demand, order="chunkwise")
 
 
 def test_free_waves_redistribute_in_turn():
@@ -222,7 +238,7 @@ def test_free_waves_redistribute_in_turn():
     matrix[0, 2], matrix[0, 4] = 4, 8
     demand = Demand.of(matrix, Topology(3, 2, 2))
     fabric = Fabric(1.0, nvlink_bytes_s=1.0)
-    assert seconds("joint", demand, fabric, barrier=False) == 14
+    assert seconds("joint", demand, fabric, order="free") == 14
     assert seconds("joint", demand, fabric) == 18
 
 
@@ -241,13 +257,41 @@ def free_by_hand(schedule, rate):
 @given(demands())
 def test_free_waves_are_those_by_hand_and_no_slower_than_with_barriers(demand):
     for name in ("permutation", "joint"):
-        schedule = SCHEDULERS[name](demand, barrier=False)
+        schedule = SCHEDULERS[name](demand, order="free")
         free = simulate(schedule, Fabric(2.0)).time_s
         assert free == pytest.approx(free_by_hand(schedule, 2.0), **CLOSE)
         assert free <= seconds(name, demand, Fabric(2.0)) * (1 + 1e-12)
-        assert seconds(name, demand, Fabric(2.0, nvlink_bytes_s=3.0), barrier=False) <= seconds(
+        assert seconds(name, demand, Fabric(2.0, nvlink_bytes_s=3.0), order="free") <= seconds(
             name, demand, Fabric(2.0, nvlink_bytes_s=3.0)
         ) * (1 + 1e-12)
+
+
+def stepwise_by_hand(schedule, rate):
+    """Run waves in which a NIC goes on once it has sent and received, transfer by transfer."""
+    free = {}
+    for window in range(schedule.num_windows):
+        after = dict(free)
+        for i in np.flatnonzero(schedule.window == window):
+            out = schedule.source[i], schedule.source_rail[i]
+            into = schedule.destination[i], schedule.destination_rail[i]
+            end = max(free.get(out, 0), free.get(into, 0)) + schedule.transfer_bytes[i] / rate
+            for port in (out, into):
+                after[port] = max(after.get(port, 0), end)
+        free = after
+    return max([0, *free.values()])
+
+
+@settings(max_examples=30, deadline=None)
+@given(demands())
+def test_stepwise_waves_are_those_by_hand_between_free_ones_and_barriers(demand):
+    for name in ("permutation", "joint"):
+        free, stepwise, barrier = (
+            simulate(SCHEDULERS[name](demand, order=order), Fabric(2.0)).time_s
+            for order in ("free", "stepwise", "barrier")
+        )
+        by_hand = stepwise_by_hand(SCHEDULERS[name](demand), 2.0)
+        assert stepwise == pytest.approx(by_hand, **CLOSE)
+        assert free * (1 - 1e-12) <= stepwise <= barrier * (1 + 1e-12)
 
 
 def test_free_order_needs_one_transfer_a_port():
@@ -340,7 +384,7 @@ def test_the_bound_is_never_beaten(demand, incast, nvlink_bytes_s):
         time_s = simulate(scheduler(demand), fabric).time_s
         assert time_s >= bound_s(demand, 2.0) * (1 - 1e-9), name
     for name in ("permutation", "joint"):
-        assert seconds(name, demand, fabric, barrier=False) >= bound_s(demand, 2.0) * (1 - 1e-9)
+        assert seconds(name, demand, fabric, order="free") >= bound_s(demand, 2.0) * (1 - 1e-9)
 
 
 @settings(max_examples=30, deadline=None)

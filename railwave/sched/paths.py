@@ -15,6 +15,7 @@ from railwave.sched.demand import Demand, check_demand
 from railwave.sched.parts import balanced_parts, rule_parts, window_of_pairs
 from railwave.sched.schedule import Schedule
 
+WAVE_ORDERS = ("barrier", "stepwise", "free")
 Windows = Sequence[Iterable[tuple[int, int]]] | None
 
 
@@ -83,13 +84,16 @@ def rail(demand: Demand, *, windows: Windows = None, record_bytes: int = 1) -> S
     return schedule_pairs(demand, parts, window_of, num_windows, start_us, **how)
 
 
-def permutation(demand: Demand, *, windows: Windows = None, barrier: bool = True) -> Schedule:
+def permutation(demand: Demand, *, windows: Windows = None, order: str = "barrier") -> Schedule:
     """Send in cyclic waves, by the rail of the source GPU.
 
     Args:
         demand: what must be moved.
         windows: not read: waves take the place of the windows.
-        barrier: False to let every NIC go on to its next wave as soon as it can.
+        order: how waves follow one another: "barrier", "stepwise" or "free", as of `Schedule`.
+
+    Raises:
+        ValueError: another order.
 
     Source: eq. (10).
 
@@ -104,13 +108,13 @@ def permutation(demand: Demand, *, windows: Windows = None, barrier: bool = True
     """
     check_demand(demand)
     start_us = now_us()
-    how = {"name": "permutation", "rail_rule": "source"} | _waves(barrier)
+    how = {"name": "permutation", "rail_rule": "source"} | _waves(order)
     parts = rule_parts(demand, "source")
     return schedule_pairs(demand, parts, *_wave_of_pairs(demand), start_us, **how)
 
 
 def joint(
-    demand: Demand, *, windows: Windows = None, record_bytes: int = 1, barrier: bool = True
+    demand: Demand, *, windows: Windows = None, record_bytes: int = 1, order: str = "barrier"
 ) -> Schedule:
     """Send in cyclic waves, every pair divided evenly among its eligible rails.
 
@@ -118,10 +122,10 @@ def joint(
         demand: what must be moved.
         windows: not read: waves take the place of the windows.
         record_bytes: the unit that is never divided.
-        barrier: False to let every NIC go on to its next wave as soon as it can.
+        order: as of `permutation`.
 
     Raises:
-        TypeError, ValueError: bytes that are no multiple of `record_bytes`.
+        TypeError, ValueError: bytes that are no multiple of `record_bytes`; another order.
 
     Source: eq. (9) and (10).
 
@@ -133,7 +137,7 @@ def joint(
     """
     check_demand(demand)
     start_us = now_us()
-    how = {"name": "joint", "rail_rule": "even", "unit_bytes": record_bytes} | _waves(barrier)
+    how = {"name": "joint", "rail_rule": "even", "unit_bytes": record_bytes} | _waves(order)
     parts = balanced_parts(demand, record_bytes)
     return schedule_pairs(demand, parts, *_wave_of_pairs(demand), start_us, **how)
 
@@ -166,8 +170,10 @@ def rate(demand: Demand, *, windows: Windows = None) -> Schedule:
     return schedule_pairs(demand, parts, *window_of_pairs(None, demand), start_us, **how)
 
 
-def _waves(barrier: bool) -> dict[str, Any]:
-    return {"order": "barrier" if barrier else "free", "granted": True}
+def _waves(order: str) -> dict[str, Any]:
+    if order not in WAVE_ORDERS:
+        raise ValueError(f"order must be one of {WAVE_ORDERS}, got {order!r}")
+    return {"order": order, "granted": True}
 
 
 def _wave_of_pairs(demand: Demand) -> tuple[np.ndarray, int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from railwave.topology import Topology
 
-ORDERS = ("barrier", "pipelined", "free", "chunkwise")
+ORDERS = ("barrier", "stepwise", "free", "pipelined", "chunkwise")
 MOST_OUTSTANDING = 2
 COLUMNS = ("source", "destination", "source_rail", "destination_rail", "transfer_bytes", "window")
 
@@ -46,9 +46,10 @@ class Schedule:
         after: what destination nodes redistribute after each window.
         order: "barrier", a window (with its redistribution) begins when the one before it has
             ended everywhere; "pipelined", the same for transfers, and redistribution runs beside
-            the transfers of the windows next to it; "free", a NIC goes on to its next window as
-            soon as it and its peer have ended theirs; "chunkwise", one window in which receivers
-            grant senders chunk by chunk, as in `docs/granted.md`.
+            the transfers of the windows next to it; "free", a NIC sends in its next window as soon
+            as it has sent and its peer has received in theirs; "stepwise", the same once both have
+            sent and received, as railwave's own rounds do; "chunkwise", one window in which
+            receivers grant senders chunk by chunk, as in `docs/granted.md`.
         paced: senders keep to a rate of bytes / (bytes of the window's busiest NIC), so that no
             receiver is oversubscribed; if not, they share NICs max-min fairly.
         granted: windows are waves, one sender a receiver; receivers let each after the first begin

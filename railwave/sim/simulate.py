@@ -49,6 +49,7 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
     - free: a NIC starts window w when its last sending, its peer's last receiving and its node's
       redistribution for w have ended; a node redistributes window after window, and again for
       what has arrived. Each window may have one transfer a port.
+    - stepwise: as free, but for both NICs of a transfer sending and receiving have ended.
     - chunkwise: as barrier, and the one window's transfers last as long as `granted.run_rail` says
       of the slowest rail; what is added before it is wave_latency_s. grant_latency_s is the round
       trip of a grant there.
@@ -59,7 +60,7 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
 
     Raises:
         TypeError: another class.
-        ValueError: order "free" with two transfers of one window at a port.
+        ValueError: order "free" or "stepwise" with two transfers of one window at a port.
 
     Source: max-min sharing by `fair`; incast by `Fabric`.
 
@@ -93,12 +94,12 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
         fan_in = max((run.fan_in for run in runs), default=0)
         return _result(schedule, fabric, time_s, fan_in, window_s, before_s, after_s)
     window_s, send_flows, receive_flows = _window_times(schedule, fabric)
-    if schedule.order == "free":
+    if schedule.order in ("free", "stepwise"):
         has_shared_port = (send_flows > 1) | (receive_flows > 1)
         if has_shared_port.any():
             raise ValueError(
-                f"schedule must have one transfer a port in each window where order is 'free'; "
-                f"window {int(np.flatnonzero(has_shared_port)[0])} has more"
+                f"schedule must have one transfer a port in each window where order is "
+                f"{schedule.order!r}; window {int(np.flatnonzero(has_shared_port)[0])} has more"
             )
         time_s = _free_time(schedule, fabric, latency_s)
     elif schedule.order == "pipelined":
@@ -254,6 +255,9 @@ def _free_time(schedule: Schedule, fabric: Fabric, latency_s: np.ndarray) -> flo
         start = np.maximum(np.maximum(send_free[out], receive_free[into]), ready[out // rails])
         end = start + latency_s[window] + schedule.transfer_bytes[now] / fabric.rail_bytes_s
         send_free[out], receive_free[into] = end, end
+        if schedule.order == "stepwise":
+            send_free = np.maximum(send_free, receive_free)
+            receive_free = send_free.copy()
         arrived = receive_free.reshape(nodes, rails).max(axis=1)
         done = np.maximum(done, arrived) + after_s[window]
     return float(done.max())
