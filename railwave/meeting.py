@@ -120,9 +120,7 @@ class Meeting:
         of_round = word in ("packed", "grant", "arrived", "returned", "taken")
         if not of_round or number != pe.epoch:  # of an earlier phase, whose path nobody kept
             return text
-        rounds, step = config.rounds(pe.path), mark % config.shape.MAX_STEPS
-        # A round of all waves may have a step a wave.
-        this = (rounds if step <= len(rounds) else config.packs(rounds[0]))[step - 1]
+        this = config.rounds(pe.path)[mark % config.shape.MAX_STEPS - 1]
         wave = f"wave {this.wave}"
         if this.num_peers > 1:  # all waves at once: a word between two nodes is of one of them
             away = writer // config.shape.G - pe.node

@@ -472,30 +472,14 @@ def test_give_back(cluster, has_next, data):
     memory.check()
 
 
-def test_give_back_of_a_wave_of_a_put_of_all_of_them():
-    """Wave 2 waits for its own node's records of the one step, for nothing taken, and tells 2."""
-    config = make_config(3, 2, 1, paths=("granted",))
-    memory, this = Memory(config), config.packs(config.rounds("granted")[0])[1]
-    memory.words(0, "arrived")[:] = mark(config, 1) - 1
-    memory.words(0, "arrived").view(3, -1)[1] = mark(config, 1)  # node 0 - 2 mod 3
-    memory.start()
-    state, load = make_state(), torch.full((3, 2), 4).int()
-    give_back(memory, state, load, me=0, this=this, after=None, put_step=1)
-    assert failure(state) is None
-    for pe in (0, 1):
-        memory.words(pe, "returned")[0] = mark(config, 2)
-    memory.check()
-
-
-def give_back(memory, state, load, *, me, this, after, put_step=None):
+def give_back(memory, state, load, *, me, this, after):
     """Run `give_back` of one round."""
     words = ("arrived", "grant", "taken", "returned")
     combine.give_back(
         *(memory.bases, state, load, memory.config.tables.rail_mates(me)),
         **{f"{word}_off": memory.off(word) for word in words},
         **{"me": me, "wave": this.wave, "num_peers": this.num_peers, "first": this.first},
-        **{"round_records": this.records, "next_round": after},
-        **{"put_step": this.step if put_step is None else put_step, "step": this.step},
+        **{"round_records": this.records, "step": this.step, "next_round": after},
         shape=memory.config.shape,
     )
 

@@ -3,13 +3,11 @@
 (gather) -> copy in -> reduce -> (put, reduce, give back, take) a round -> final
 
 Beside a put, where that may be, the next round's sums are added up; beside the first one `own` adds
-up what stays on the node. On the path granted, the one round's put is `granted`, and where a launch
-of it runs to the end what comes back is given back and taken beside it, wave by wave.
+up what stays on the node. On the path granted, the one round's put is `granted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -19,7 +17,7 @@ import torch
 
 from railwave.config import Round
 from railwave.exchange.granted import granted
-from railwave.exchange.pe import Exchange, Stages, Waits
+from railwave.exchange.pe import Exchange, Stages
 from railwave.exchange.words import as_words
 from railwave.handle import Handle
 from railwave.kernels.shape import padded
@@ -87,52 +85,37 @@ def combine(
         _reduce(sums, rounds[0], wait=True)
     for this, after in zip_longest(rounds, rounds[1:]):
         if handle.path == "granted":
-            taken = yield from _granted(sums, this)
+            yield from _granted(sums, this)
         else:
-            taken = yield from _put(sums, this, after)
-        if not taken:
-            yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
-            _give_back(sums, this, after)
-            yield pe.all_wait("returned", this.step)
-            _take(sums, this, last=after is None)
+            yield from _put(sums, this, after)
+        yield partial(pe.arrived_waits, handle.out_load, this, taken=this.step > 1)
+        _give_back(sums, this, after)
+        yield pe.all_wait("returned", this.step)
+        _take(sums, this, last=after is None)
     yield pe.all_wait("rows_read", 1)
     return _final(sums, options.bias)
 
 
-def _granted(sums: _Sums, this: Round) -> Generator[Waits, None, bool]:
-    """Put all sums as receivers grant them; return whether what came back has been added, too.
-
-    Meanwhile add up later waves, then the own node, then, wave by wave, what comes back.
-    """
+def _granted(sums: _Sums, this: Round) -> Stages:
+    """Put all sums as receivers grant them; meanwhile add up later waves, then the own node."""
     pe, handle = sums.pe, sums.handle
     packs = pe.config.packs(this) if pe.beside else [this]
     more = packs[1:]
     _reduce(sums, packs[0], wait=True, tell=bool(more))
 
-    takes = pe.programs_beside_granted(packs[0])
-
     def beside() -> None:
         for later in more:
             _reduce(sums, later, tell=True)
         _own(sums)
-        for wave in packs if takes else ():
-            _give_back(sums, wave, None, put_step=this.step)
-            _take(sums, wave, last=wave is packs[-1], programs=takes)
-        if takes:
-            pe.saw_arrival(handle.out_load, this)
 
     loads = handle.in_load, handle.out_load
     words, waves = sums.sum_words, len(packs) if more else 0
     with pe.beside_put(beside if pe.beside else None):
         yield from granted(pe, *loads, record_words=words, packs=waves)
-    return takes > 0
 
 
-def _put(sums: _Sums, this: Round, after: Round | None) -> Generator[Waits, None, bool]:
-    """Put a round's sums; meanwhile add up the next round's, and in the first the own node's.
-
-    Return that what comes back has not been added.
-    """
+def _put(sums: _Sums, this: Round, after: Round | None) -> Stages:
+    """Put a round's sums; meanwhile add up the next round's, and in the first the own node's."""
     pe, handle = sums.pe, sums.handle
     own = this.step == 1
 
@@ -153,7 +136,6 @@ def _put(sums: _Sums, this: Round, after: Round | None) -> Generator[Waits, None
         )
     if after and not pe.beside:
         _reduce(sums, after)
-    return False
 
 
 def apart(pe: Exchange, options: Options) -> Options:
@@ -260,10 +242,7 @@ def _reduce(sums: _Sums, this: Round, *, wait: bool = False, tell: bool = False)
     )
 
 
-def _give_back(
-    sums: _Sums, this: Round, after: Round | None, *, put_step: int | None = None
-) -> None:
-    """Tell the owners that a round's sums are here; `put_step`: of a put of all waves."""
+def _give_back(sums: _Sums, this: Round, after: Round | None) -> None:
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.combine.give_back(
         *(pe.heap.bases, pe.state, handle.out_load, pe.rail_mates),
@@ -272,16 +251,14 @@ def _give_back(
         taken_off=layout["taken"],
         returned_off=layout["returned"],
         next_round=(after.wave, after.first) if after else None,
-        put_step=put_step or this.step,
         step=this.step,
         shape=pe.config.shape,
         **pe.round_args(this),
     )
-    if put_step is None:
-        pe.saw_arrival(handle.out_load, this)
+    pe.saw_arrival(handle.out_load, this)
 
 
-def _take(sums: _Sums, this: Round, *, last: bool, programs: int | None = None) -> None:
+def _take(sums: _Sums, this: Round, *, last: bool) -> None:
     """Add what the peers of the round returned, in the order of the waves."""
     pe, handle, layout = sums.pe, sums.handle, sums.pe.heap.layout
     pe.kernels.combine.take(
@@ -296,7 +273,7 @@ def _take(sums: _Sums, this: Round, *, last: bool, programs: int | None = None) 
         step=this.step,
         wire_dtype=sums.wire,
         block_h=pe.config.tiles.block_h,
-        **{**_tiles(pe), "programs": programs or pe.config.tiles.programs},
+        **_tiles(pe),
     )
 
 

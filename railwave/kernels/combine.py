@@ -50,7 +50,6 @@ def _give_back_kernel(
     wave,
     num_peers,
     first,
-    put_step,
     step,
     next_wave,
     next_first,
@@ -62,12 +61,12 @@ def _give_back_kernel(
     node: int = me // S.G
     local: int = me % S.G
     first: int = i64(first)
-    value: int = mark(state_ptr, i64(put_step), S)
+    value: int = mark(state_ptr, i64(step), S)
     for i in range(0, i64(num_peers)):
         d: int = (node + S.N - i64(wave) - i) % S.N
         n: int = records_in_round(recv_load_ptr, d * S.G + local, first, ROUND_RECORDS)
         wait_chunks(bases_ptr, state_ptr, me, arrived_off, value, d, 0, chunks_of(n, S), S)
-    if i64(put_step) > 1:
+    if i64(step) > 1:
         wait_node(bases_ptr, state_ptr, me, taken_off, value - 1, TAKEN, S)
     if S.REMOTE:
         quiet()  # a reduce beside the next put writes the buffer that this round was put from
@@ -76,7 +75,7 @@ def _give_back_kernel(
             *(bases_ptr, state_ptr, me, recv_load_ptr, rail_mates_ptr, grant_off),
             *(i64(next_wave), i64(next_first), value + 1, S),
         )
-    tell_node(bases_ptr, state_ptr, me, returned_off, mark(state_ptr, i64(step), S), S)
+    tell_node(bases_ptr, state_ptr, me, returned_off, value, S)
 
 
 @jit
@@ -231,23 +230,19 @@ def give_back(
     num_peers: int,
     first: int,
     round_records: int,
-    put_step: int,
     step: int,
     next_round: tuple[int, int] | None,
     shape: Shape,
 ) -> None:
     """At the proxy: wait for a round, grant the next one, tell the owners that sums are here.
 
-    Args: as `unpack`, and
-        put_step: of the put that brings them; waits for taken(put_step - 1) too, if it is not the
-            first.
-        step: that the owners wait for: the same, or one a wave of a put of all waves.
+    Args: as `unpack`; waits for taken(step - 1) too, from the second round on.
     """
     next_wave, next_first = next_round or (0, 0)
     _give_back_kernel[(1,)](
         *(bases, state, recv_load, rail_mates),
         *(me, arrived_off, grant_off, taken_off, returned_off),
-        *(wave, num_peers, first, put_step, step, next_wave, next_first),
+        *(wave, num_peers, first, step, next_wave, next_first),
         S=shape,
         ROUND_RECORDS=round_records,
         **libraries(shape),
