@@ -248,18 +248,6 @@ class Exchange:
         put = max(1, min(tiles.programs, tiles.waiting - pack))
         return (put, pack) if put + pack <= tiles.waiting else (tiles.programs, 0)
 
-    def programs_beside_granted(self, this: Round) -> int:
-        """Return the programs per peer of an unpack that waits beside the one program of granted.
-
-        At most half of the GPU's, so that they never keep that one from beginning. 0: there is no
-        room, or a launch of granted does not run to the end.
-        """
-        if not (self.beside and self.persists):
-            return 0
-        tiles = self.config.tiles
-        half = torch.cuda.get_device_properties(self.device).multi_processor_count // 2
-        return min(tiles.programs, tiles.waiting - 1, half) // this.num_peers
-
     def round_args(self, this: Round) -> dict[str, int]:
         """Return the arguments that a launcher of one round takes."""
         return {
