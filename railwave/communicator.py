@@ -163,9 +163,17 @@ class Communicator:
                 if self._on_gpu:
                     self._phases.meeting.rehearse()
                     self._rehearsal.all_declared(self._gather)
+                    together(self._gather, "rehearse graphs", self._rehearse_graphs)
             except BaseException:
                 self.close()
                 raise
+
+    def _rehearse_graphs(self) -> None:
+        clock = torch.zeros(1, dtype=torch.int64, device=self.config.device)
+        stamp = self._exchange.kernels.wire.stamp
+        stamp(clock)
+        self._graphs.rehearse(lambda stream: stamp(clock))
+        torch.cuda.synchronize()
 
     def __enter__(self) -> Communicator:
         return self

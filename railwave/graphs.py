@@ -8,11 +8,14 @@ on. Nobody else's memory is in a graph, nor any of torch's own.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("railwave")
 
 MOST_GRAPHS = 256  # that are kept
 MOST_SEEN = 4 * MOST_GRAPHS  # calls that are remembered, to know one when it comes again
@@ -25,7 +28,7 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph
     Unlike `torch.cuda.graph`, which waits for the GPU; what has been launched may wait for another
     rank, that waits for this one.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), _own_stream(torch.cuda.current_device())
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -35,8 +38,24 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph
     return graph
 
 
+@lru_cache(None)
+def _own_stream(device: int) -> torch.cuda.Stream:
+    """Return a stream that nobody else has: torch hands out the same 32 in turn.
+
+    What another thread launched on it meanwhile would go into the graph, and not run.
+    """
+    from cuda.bindings import driver
+
+    error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a stream for graphs cannot be made: {error!r}")
+    return torch.cuda.ExternalStream(int(stream), device=device)
+
+
 class Graphs:
     """The graphs of one rank's repeated calls.
+
+    A call that cannot be captured is launched kernel by kernel, as are all after it.
 
     Args:
         most: that are kept; 0: none is made.
@@ -86,11 +105,20 @@ class Graphs:
                 return None
             del self._graphs[oldest]
         del self._seen[call]
+        return self._captured(launch)
+
+    def rehearse(self, launch: Callable[[Any], None]) -> None:
+        """Capture and replay something, so that what torch needs for that is loaded."""
+        graph = self._captured(launch) if self._most else None
+        if graph is not None:
+            graph.replay()
+
+    def _captured(self, launch: Callable[[Any], None]) -> Any:
         try:
             return capture(launch)
         except RuntimeError as error:
             self._fails = True
-            warnings.warn(f"calls are launched kernel by kernel: {error}", stacklevel=2)
+            logger.warning("calls are launched kernel by kernel: %s", error)
             return None
 
     def clear(self) -> None:

@@ -120,7 +120,10 @@ class Meeting:
         of_round = word in ("packed", "grant", "arrived", "returned", "taken")
         if not of_round or number != pe.epoch:  # of an earlier phase, whose path nobody kept
             return text
-        this = config.rounds(pe.path)[mark % config.shape.MAX_STEPS - 1]
+        rounds = config.rounds(pe.path)
+        if pe.path == "granted" and word == "packed" and pe.beside:
+            rounds = config.packs(rounds[0])  # a step a wave
+        this = rounds[mark % config.shape.MAX_STEPS - 1]
         wave = f"wave {this.wave}"
         if this.num_peers > 1:  # all waves at once: a word between two nodes is of one of them
             away = writer // config.shape.G - pe.node

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from railwave import graphs
 from railwave.arguments import SUMMABLE, check_call
 from railwave.exchange import PLAIN, Exchange, Options, Stages, combine, dispatch, refuse
 from railwave.exchange.words import as_words, words_of
@@ -61,9 +60,6 @@ class Rehearsal:
             if handle and out.shape[1]:
                 self.combine(out, handle)
         self._run(refuse(self._exchange))
-        # What torch launches to capture and to replay, which is loaded at its first use, too.
-        clock = torch.zeros(1, dtype=torch.int64, device=device)
-        graphs.capture(lambda stream: self._exchange.kernels.wire.stamp(clock)).replay()
         torch.cuda.synchronize(device)
 
     def dispatch(self, call: Call, *, capturing: bool = False) -> Handle | None:

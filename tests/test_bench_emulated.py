@@ -155,13 +155,17 @@ def made_row(method, layer, us, **more):
 def test_tables_tell_ratios_sums_and_what_is_off(tmp_path):
     rows = [made_row(m, layer, us * (1 + layer)) for layer in (0, 1) for m, us in TIMES.items()]
     rows.append(made_row("native", 0, 3000.0, predicted_us=1000.0, network_model_us=1000.0))
+    slow = {"predicted_us": 1500.0, "network": {"median_us": 900.0, "p95_us": 900.0}}
+    rows.append(made_row("joint", 0, 1000.0, **slow, empties_us=550.0))  # 950, and 100 outside
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "\n".join(evidence.tables(evidence.read([file])))
     assert "3.00 (3.00-3.00)" in text and "| native | 2 | 9.0 | 18.0 |  | 9.0 | 18.0 |  |" in text
     # Native takes 9 ms, rail 6, permutation 4.5 and joint 3.
     assert "| moderate | 1.50 | 2.00 | 3.00 | 1.50 | 1.44 |" in text
-    assert "87.5% of 8 rows within 15%" in text and "- not explained: layer 0, native" in text
+    assert "75.0% of 8 rows within 15%" in text and "- not explained: layer 0, native" in text
+    assert "0 are near with how late" in text and "1 are predicted too slow, and near" in text
+    assert "layer 0, joint: predicted" not in text
 
 
 TIMES = {"native": 3000.0, "rail": 2000.0, "permutation": 1500.0, "joint": 1000.0}

@@ -1,5 +1,7 @@
 """Calls that come back to the same addresses become graphs."""
 
+import logging
+
 import pytest
 
 from railwave import graphs
@@ -71,18 +73,26 @@ def test_what_came_long_ago_is_forgotten(log, monkeypatch):
     assert launch(made, log, "c") == [("made", "c"), ("replayed", "c")]
 
 
+def test_a_rehearsal_captures_and_replays_where_graphs_are_made(log):
+    for most, happened in ((0, []), (1, [("made", "a"), ("replayed", "a")])):
+        log.clear()
+        Graphs(most).rehearse(lambda stream: log.append((stream, "a")))
+        assert log == happened
+
+
 def test_none_is_made_where_none_is_to_be_kept(log):
     made = Graphs(0)
     assert [launch(made, log, "a") for _ in range(3)] == [[("own", "a")]] * 3
 
 
-def test_where_nothing_can_be_captured_calls_are_launched_as_before(log, monkeypatch):
+def test_where_nothing_can_be_captured_calls_are_launched_as_before(log, monkeypatch, caplog):
     def refuse(launch):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(graphs, "capture", refuse)
     made = Graphs()
     assert launch(made, log, "a") == [("own", "a")]
-    with pytest.warns(UserWarning, match="kernel by kernel: no memory"):
+    with caplog.at_level(logging.WARNING, logger="railwave"):
         assert launch(made, log, "a") == [("own", "a")]
+    assert "kernel by kernel: no memory" in caplog.text
     assert launch(made, log, "a") == [("own", "a")] and made.launched == 0

@@ -178,6 +178,10 @@ def test_the_place_of_a_word_is_its_wave_and_round():
     assert name("arrived", 2 * chunks, 1, "native") == "arrived of rank 4, wave 2, round 0"
     assert name("grant", 1, 1, "rail") == "grant of rank 1, wave 2, round 0"
     assert name("returned", 1, 1, "native") == "returned of rank 3, all waves, round 0"
+    assert name("packed", 1, 1, "granted") == "packed of rank 3, all waves, round 0"
+    meeting.exchange.beside = "a stream, where later waves are packed"
+    for wave in (1, 2):
+        assert name("packed", 1, wave, "granted") == f"packed of rank 3, wave {wave}, round 0"
 
 
 def finished(rank, file):

@@ -91,7 +91,6 @@ def _take_kernel(
     recv_off,
     returned_off,
     rows_read_off,
-    num_tokens,
     wave,
     num_peers,
     first,
@@ -108,7 +107,7 @@ def _take_kernel(
 ):
     """At the owner: add the sums that the round's peers returned to this rank's proxies to acc.
 
-    With PEERS there are several, and a program adds all sums of its tokens, peer by peer.
+    With PEERS there are several: a program adds all sums of its part of the tokens, peer by peer.
     Last of a phase, it says that this PE has read all that it reads of the node.
     """
     me: int = i64(me)
@@ -116,14 +115,21 @@ def _take_kernel(
     value: int = mark(state_ptr, i64(step), S)
     ok: int = wait_node(bases_ptr, state_ptr, me, returned_off, value, RETURNED, S)
     first: int = i64(first)
+    tokens: int = i64(0)  # up to the last that has a sum: padding behind it is no work
+    if PEERS:
+        for peer in range(0, i64(num_peers)):
+            d: int = (node + S.N - i64(wave) - peer) % S.N
+            n: int = i64(tl.load(own_records_ptr + d)) * ok
+            last = tl.load(record_token_ptr + d * S.T + n - 1, mask=n > 0, other=-1)
+            tokens: int = tl.maximum(tokens, i64(last) + 1)
     for peer in range(0, i64(num_peers)):
         d: int = (node + S.N - i64(wave) - peer) % S.N
         n: int = i64(tl.load(own_records_ptr + d)) * ok
         begin: int = share(n, i64(tl.program_id(0)))
         end: int = share(n, i64(tl.program_id(0)) + 1)
         if PEERS:
-            first_t: int = share(i64(num_tokens), i64(tl.program_id(0)))
-            end_t: int = share(i64(num_tokens), i64(tl.program_id(0)) + 1)
+            first_t: int = share(tokens, i64(tl.program_id(0)))
+            end_t: int = share(tokens, i64(tl.program_id(0)) + 1)
             # The program's records: how many are of tokens before its first one, before its end.
             before_first = iota(TOKENS_AT_ONCE) * 0
             before_end = iota(TOKENS_AT_ONCE) * 0
@@ -289,7 +295,7 @@ def take(
     hidden = acc.shape[1]
     _take_kernel[(programs,)](
         *(acc, bases, state, num_records, record_token, proxy, slot),
-        *(me, recv_off, returned_off, rows_read_off, acc.shape[0]),
+        *(me, recv_off, returned_off, rows_read_off),
         *(wave, num_peers, first, step),
         S=shape,
         H=hidden,

@@ -47,9 +47,10 @@ class Schedule:
         order: "barrier", a window (with its redistribution) begins when the one before it has
             ended everywhere; "pipelined", the same for transfers, and redistribution runs beside
             the transfers of the windows next to it; "free", a NIC sends in its next window as soon
-            as it has sent and its peer has received in theirs; "stepwise", the same once both have
-            sent and received, as railwave's own rounds do; "chunkwise", one window in which
-            receivers grant senders chunk by chunk, as in `docs/granted.md`.
+            as it has sent and its peer has received in theirs; "stepwise", once its whole node has
+            sent, and both ends have sent and received, as rounds of railwave's dispatch follow one
+            another; "chunkwise", one window in which receivers grant senders chunk by chunk, as in
+            `docs/granted.md`.
         paced: senders keep to a rate of bytes / (bytes of the window's busiest NIC), so that no
             receiver is oversubscribed; if not, they share NICs max-min fairly.
         granted: windows are waves, one sender a receiver; receivers let each after the first begin

@@ -49,7 +49,9 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
     - free: a NIC starts window w when its last sending, its peer's last receiving and its node's
       redistribution for w have ended; a node redistributes window after window, and again for
       what has arrived. Each window may have one transfer a port.
-    - stepwise: as free, but for both NICs of a transfer sending and receiving have ended.
+    - stepwise: a NIC starts window w when all NICs of its node have sent, and it and its peer have
+      sent and received, in the windows before: as a dispatch's rounds on the device. Those of a
+      combine wait for what the whole node receives, too, which matters where rails differ.
     - chunkwise: as barrier, and the one window's transfers last as long as `granted.run_rail` says
       of the slowest rail; what is added before it is wave_latency_s. grant_latency_s is the round
       trip of a grant there.
@@ -101,7 +103,7 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
                 f"schedule must have one transfer a port in each window where order is "
                 f"{schedule.order!r}; window {int(np.flatnonzero(has_shared_port)[0])} has more"
             )
-        time_s = _free_time(schedule, fabric, latency_s)
+        time_s = _time_without_barriers(schedule, fabric, latency_s)
     elif schedule.order == "pipelined":
         beside = np.append(before_s[1:], 0) + np.append(0, after_s[:-1])
         steps = np.maximum(window_s + latency_s, beside)
@@ -239,25 +241,28 @@ def latencies(schedule: Schedule, fabric: Fabric) -> np.ndarray:
     return sends * fabric.wave_latency_s + granted * fabric.grant_latency_s
 
 
-def _free_time(schedule: Schedule, fabric: Fabric, latency_s: np.ndarray) -> float:
-    """Return the end of the last transfer and redistribution where NICs wait for peers only."""
+def _time_without_barriers(schedule: Schedule, fabric: Fabric, latency_s: np.ndarray) -> float:
+    """Return the end of the last transfer and redistribution where there are no barriers."""
     send, receive, ports = _ports(schedule)
     order = np.argsort(schedule.window, kind="stable")
     ends = np.cumsum(np.bincount(schedule.window, minlength=schedule.num_windows))
     before_s = schedule.before.port_bytes / fabric.nvlink_bytes_s
     after_s = schedule.after.port_bytes / fabric.nvlink_bytes_s
     nodes, rails = schedule.topo.nodes, schedule.topo.rails_per_node
+    stepwise = schedule.order == "stepwise"
     send_free, receive_free = np.zeros(ports), np.zeros(ports)
     ready, done = np.zeros(nodes), np.zeros(nodes)
     for window, now in enumerate(np.split(order, ends[:-1])):
         ready += before_s[window]
         out, into = send[now], receive[now]
+        if stepwise:  # a put waits for what its node has put, and for what is taken at both ends
+            put = send_free.reshape(nodes, rails).max(axis=1).repeat(rails)
+            send_free = np.maximum(put, receive_free)
         start = np.maximum(np.maximum(send_free[out], receive_free[into]), ready[out // rails])
         end = start + latency_s[window] + schedule.transfer_bytes[now] / fabric.rail_bytes_s
         send_free[out], receive_free[into] = end, end
-        if schedule.order == "stepwise":
-            send_free = np.maximum(send_free, receive_free)
-            receive_free = send_free.copy()
+        if stepwise:
+            receive_free = np.maximum(send_free, receive_free)
         arrived = receive_free.reshape(nodes, rails).max(axis=1)
         done = np.maximum(done, arrived) + after_s[window]
     return float(done.max())
