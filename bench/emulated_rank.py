@@ -31,6 +31,7 @@ STATIC = {"static_shapes": True, "out": "view"}
 FAST_NIC_GBS = 1e6  # so fast that a slot takes a nanosecond: what is left is the data path's own
 WARM_UPS = 5
 LINE_UP_CYCLES = 20_000_000  # of a GPU: about 10 ms
+NEVER = 2**62  # nanoseconds
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Sample:
 
     began: Any
     ended: Any
-    stamped: list[torch.Tensor]  # (call and 2 phases, 2 ends, 2) int64 of each call
+    stamped: list[torch.Tensor]  # of each call, see `Stamps.new`
     grants: torch.Tensor | None  # how many a rank had out at once, by rail
 
     def us(self) -> float:
@@ -87,8 +88,14 @@ class Sample:
         return self.began.elapsed_time(self.ended) * 1e3
 
     def ends(self) -> list[Any]:
-        """Return the stamps: (calls, call and 2 phases, 2 ends) nanoseconds."""
-        return [stamps[..., 0].tolist() for stamps in self.stamped]
+        """Return the stamps: (calls, call and 2 phases, 2 ends) nanoseconds.
+
+        NEVER for the first put of a phase in which this rank has put nothing.
+        """
+        stamps = torch.stack(self.stamped).cpu()
+        ns = stamps[..., 0].clone()
+        ns[:, 1:, 0][(stamps[:, 1:, 0, 2:] == 0).all(dim=-1)] = NEVER
+        return ns.tolist()
 
     def most_out(self) -> int:
         """Return the most grants that this rank had out at once; 0 on other paths."""
@@ -103,14 +110,17 @@ class Stamps:
     def __init__(self, exchange: Any) -> None:
         self._exchange, self._put, self._saw = exchange, exchange.put, exchange.saw_arrival
         self._phase = 0
-        # (call and 2 phases, 2 ends, 2) int64, of which [..., 0]; a call's end is not stamped.
-        self.into: torch.Tensor | None = None
+        self.into: torch.Tensor | None = None  # of `new`
         exchange.put, exchange.saw_arrival = self._stamped_put, self._stamped_arrival
         self._granted, exchange.put_granted = exchange.put_granted, self._stamped_granted
 
     def new(self) -> torch.Tensor:
-        """Return a place for the stamps of one call."""
-        place = torch.zeros(3, 2, 2, dtype=torch.int64, device=self._exchange.device)
+        """Return a place for the stamps of one call: (call and 2 phases, 2 ends, 2 + N) int64.
+
+        [..., 0] are stamps; a call's end is not stamped. [phase, 0, 2:] are words put to each node.
+        """
+        size = 3, 2, 2 + self._exchange.config.topo.nodes
+        place = torch.zeros(size, dtype=torch.int64, device=self._exchange.device)
         self._exchange.kernels.wire.stamp(place[0, 0, :1])  # loads it while nobody waits
         return place
 
@@ -140,6 +150,8 @@ class Stamps:
         self._saw(load, this)
         if this.step == len(self._exchange.config.rounds(self._exchange.path)):
             self._stamp(1)
+            if self.into is not None:
+                self.into[self._phase, 0, 2:].copy_(self._exchange.put_words[:-1])
 
 
 class Rank:
@@ -360,7 +372,7 @@ def _network_us(by_rank: Iterable[Any]) -> list[float]:
     Of phases that overlap, since a rank without records goes on, what they share counts once.
 
     Args:
-        by_rank: (ranks, samples, calls, call and 2 phases, 2 ends) nanoseconds.
+        by_rank: (ranks, samples, calls, call and 2 phases, 2 ends) nanoseconds, see `Sample.ends`.
 
     Example: a call of two ranks; dispatch from 1,000 to 4,000, combine from 6,000 to 7,000 ns
         >>> one = [[500, 0], [1000, 3000], [6500, 7000]]
@@ -368,18 +380,19 @@ def _network_us(by_rank: Iterable[Any]) -> list[float]:
         >>> _network_us([[[one]], [[other]]])
         [4.0]
 
-    Example: the other rank receives nothing, and is ready to put combine's at 2,500 ns
-        >>> other = [[600, 0], [2000, 2000], [2500, 6900]]
+    Example: the other rank has put all that it puts in dispatch, and goes on at 2,500 ns
+        >>> other = [[600, 0], [2000, 2400], [NEVER, 6900]]
         >>> _network_us([[[one]], [[other]]])
-        [6.0]
+        [2.5]
     """
     ns = np.array(by_rank)[..., 1:, :]
     first, last = ns[..., 0].min(axis=0), ns[..., 1].max(axis=0)
     samples = len(first)
     first, last = first.reshape(samples, -1), last.reshape(samples, -1)
-    # Each rank's phases come one after another, so the first and the last ends do, too.
+    # Each rank's phases come one after another, so the last arrivals do, too.
     last_before = np.concatenate([first[:, :1], last[:, :-1]], axis=1)
-    return ((last - np.maximum(first, last_before)).sum(axis=1) / 1e3).tolist()
+    on_wire = last - np.maximum(first, last_before)
+    return (np.where(first < NEVER, on_wire, 0).sum(axis=1) / 1e3).tolist()
 
 
 def _before_us(by_rank: Iterable[Any]) -> list[float]:
@@ -409,4 +422,5 @@ def _late_us(by_rank: Iterable[Any]) -> list[float]:
         [1.5]
     """
     ns = np.array(by_rank)[..., 1:, 0]
-    return ((ns.max(axis=0) - ns.min(axis=0)).sum(axis=(1, 2)) / 1e3).tolist()
+    late = np.where(ns < NEVER, ns, -NEVER).max(axis=0) - ns.min(axis=0)
+    return (np.maximum(late, 0).sum(axis=(1, 2)) / 1e3).tolist()
