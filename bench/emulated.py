@@ -16,7 +16,6 @@ workspace (Table 7), selector (Table 5).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -47,6 +46,7 @@ from bench.emulated_cases import (
 )
 from bench.emulated_model import described, network
 from bench.emulated_rank import FAST_NIC_GBS, Rank, Sizes, Times
+from bench.output import read_results
 from bench.sampling import first, summary
 from railwave.config import COMPILED, Config
 
@@ -206,11 +206,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
 
 
 def keys_in(file: Path | None) -> dict[str, int]:
-    """Return the most samples of each row in a file of JSON lines; none if there is no file."""
+    """Return the most samples of each row in a file of JSON lines; none if there is no file.
+
+    Raises:
+        ValueError: a line is cut.
+    """
     if file is None or not file.exists():
         return {}
     found: dict[str, int] = {}
-    for row in (json.loads(line) for line in file.read_text().splitlines() if line.strip()):
+    for row in read_results(file):
         key = row_key(row)
         found[key] = max(found.get(key, 0), row.get("samples", DEEP_SAMPLES))
     return found

@@ -10,7 +10,6 @@ layer state how many layers they are of.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from bench.evidence_replay import (
     simulator,
     table,
 )
+from bench.output import read_results
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,8 +41,7 @@ def read(files: Iterable[Path]) -> list[Row]:
     """Return the rows of some files: of a case and method the last of those with most samples."""
     found: dict[tuple[Any, Any], Row] = {}
     for file in files:
-        for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
-            row = json.loads(line)
+        for row in read_results(file):
             key = row.get("case_key"), row.get("method")
             before = found.get(key, {}).get("samples", 0)
             if row.get("bench") == "emulated" and row.get("samples", 0) >= before:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -33,8 +34,11 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             launch(stream)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # what was launched may end in the middle
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
 
 

@@ -15,6 +15,7 @@ from bench import (
     emulated_rank,
     evidence,
     evidence_replay,
+    output,
     run,
 )
 from bench import emulated_extras as extras
@@ -141,6 +142,16 @@ def test_a_case_without_a_gpu_end_to_end(tmp_path, capfd):
     for title in ("Joint over native", "Shares of the NIC", "Packing beside", "Memory, GiB"):
         assert f"### {title}" in text
     assert "| h800 | stand-in | 1.0 | ring | joint | 1 |" in text
+
+
+def test_a_file_that_was_cut_is_gone_on_with_or_named(tmp_path, capfd):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"case_key": "a", "method": "joint"}')  # without the line's end
+    output.print_results([{"case_key": "b", "method": "joint"}], {}, file)
+    assert list(emulated.keys_in(file)) == ["a | joint", "b | joint"]
+    file.write_text(file.read_text()[:-5])
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2 must be a JSON object, got '{\"case"):
+        emulated.keys_in(file)
 
 
 def made_row(method, layer, us, **more):

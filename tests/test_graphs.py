@@ -1,8 +1,10 @@
 """Calls that come back to the same addresses become graphs."""
 
+import contextlib
 import logging
 
 import pytest
+import torch
 
 from railwave import graphs
 from railwave.graphs import Graphs
@@ -71,6 +73,33 @@ def test_what_came_long_ago_is_forgotten(log, monkeypatch):
         launch(made, log, name)
     assert launch(made, log, "a") == [("own", "a")]
     assert launch(made, log, "c") == [("made", "c"), ("replayed", "c")]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, TypeError])
+def test_an_error_amid_a_capture_is_the_caller_s(error, monkeypatch):
+    """It leaves launches in the middle, so that the capture cannot end; it is no reason to stop."""
+
+    class CUDAGraph:
+        def capture_begin(self, **how):
+            pass
+
+        def capture_end(self):
+            raise RuntimeError("capturing stream has unjoined work")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(graphs, "_own_stream", lambda device: "captured")
+
+    def launch_call(stream):
+        if stream == "captured":
+            raise error
+
+    made = Graphs()
+    made.launch("a", launch_call, "own")
+    with pytest.raises(error):
+        made.launch("a", launch_call, "own")
+    assert not made._fails
 
 
 def test_a_rehearsal_captures_and_replays_where_graphs_are_made(log):

@@ -171,7 +171,7 @@ def rate(demand: Demand, *, windows: Windows = None) -> Schedule:
 
 
 def _waves(order: str) -> dict[str, Any]:
-    if order not in WAVE_ORDERS:
+    if not isinstance(order, str) or order not in WAVE_ORDERS:
         raise ValueError(f"order must be one of {WAVE_ORDERS}, got {order!r}")
     return {"order": order, "granted": True}
 
