@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph
     return graph
 
 
-@lru_cache(None)
+@cache
 def _own_stream(device: int) -> torch.cuda.Stream:
     """Return a stream that nobody else has: torch hands out the same 32 in turn.
 
