@@ -105,8 +105,8 @@ def raise_differ(verb: str, wrong: Exception | None, texts: list[str]) -> NoRetu
 def check_fit(config: Config, sharing: int, programs: int) -> None:
     """Check that what waits at once leaves room on a GPU: a program for each peer, at least.
 
-    Granted's put is one program; with a GPU a rail all has landed when it ends: unpack waits for
-    nothing.
+    Granted's put is one program. With a GPU a rail all has landed when it ends, and unpack waits
+    for nothing then; beside it unpack waits where there is room (`programs_beside_granted`).
     """
     all_at_once = sorted(set(config.paths) - set(WAVES))
     if config.topo.max_gpus_per_rail == 1:

@@ -51,7 +51,7 @@ class Tiles:
     programs: int  # programs of a launch that moves payload, over all its peers
     warps: int  # of such a program
     sum_warps: int  # of one that adds rows
-    waiting: int  # programs of a PE that may wait at once: a put's and those of a pack beside it
+    waiting: int  # programs of a PE that may wait at once: a put's and those of what is beside it
     granted_bytes: int  # the fewest of what one grant lets go: 32 round trips of RAIL_GBS
     part_bytes: int  # of what is put before others are heard: a round trip, steps included
     patience_ns: int  # of a receiver with a sender that it has granted something

@@ -4,12 +4,14 @@ The faulty rank is 3 of 4: node 1, rail 1. A stage ends at a `yield`; after so m
 fault, in which it writes none of the words that the others wait for next.
 """
 
+import contextlib
 import os
 import pickle
 import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import railwave
 from processes import run, run_all, state_of
 from railwave import communicator
 from railwave.config import PATHS
-from railwave.exchange import Wait
+from railwave.exchange import Exchange, Wait
 from railwave.meeting import Meeting
 from test_processes import TOPO, dispatch, init, phases
 from worlds import make_batch, make_outs
@@ -297,6 +299,16 @@ def test_case_a4_a_rank_that_never_enters_is_named_and_reset_brings_all_back():
             check_text(text, rank, "dispatch", 1, "joint")
 
 
+@contextlib.contextmanager
+def in_one_queue(pe, launch, then=None):
+    """Run what is launched beside a put before and behind it, as a GPU may."""
+    if launch:
+        launch()
+    yield
+    if then:
+        then()
+
+
 def as_on_a_gpu(rank):
     """The host goes on at once, the kernels wait; a time-out comes from their record."""
     rw = patient()
@@ -305,6 +317,13 @@ def as_on_a_gpu(rank):
     rw._exchange.persists = True
     for path in PATHS:
         phases(rw, [4, 0, 3, 4], path)
+    with pytest.MonkeyPatch.context() as patch:  # what goes beside a put, in one queue with it
+        patch.setattr(Exchange, "beside_put", in_one_queue)
+        patch.setattr(Exchange, "programs_beside_granted", lambda pe, this: 1)
+        rw._exchange.beside = SimpleNamespace(synchronize=lambda: None)
+        for path in PATHS:
+            phases(rw, [4, 0, 3, 4], path)
+        rw._exchange.beside = None
     with pytest.raises(TypeError if rank == 1 else railwave.PeerError, match="x must be a tensor"):
         x = None if rank == 1 else torch.ones(1, 8).bfloat16()
         rw.dispatch(x, torch.zeros(1, 1).long(), torch.ones(1, 1))

@@ -62,7 +62,7 @@ def test_what_is_launched_beside_a_put_gives_the_same_bytes(path, late, staging,
     beside, seen = [False], []
 
     @contextlib.contextmanager
-    def beside_put(pe, launch):
+    def beside_put(pe, launch, then=None):
         if late:
             yield
         beside[0] = True
@@ -108,6 +108,26 @@ class Stream:
 
 
 @pytest.mark.skipif(ON_GPU, reason="streams are those of the GPU there")
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_waits_for_a_put_is_launched_behind_it(stops, monkeypatch):
+    """So that the put begins even where all is in one queue; after an error not at all."""
+    log = []
+    (pe,) = make_world(1, 1, 1)._exchanges
+    pe.beside = Stream("beside", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("own", log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        pe.beside_put(lambda: log.append("pack"), lambda: log.append("unpack")),
+    ):
+        log.append("put")
+        if stops:
+            raise KeyboardInterrupt
+    fork, join = "beside waits for own", "own waits for beside"
+    assert log == [fork, "pack", "put", *([] if stops else ["unpack"]), join]
+
+
+@pytest.mark.skipif(ON_GPU, reason="streams are those of the GPU there")
 @pytest.mark.parametrize("path", ["joint", "granted"])
 @pytest.mark.parametrize("stopped_by", ["", "put", "local"])
 def test_what_follows_waits_for_what_was_launched_beside_a_put(path, stopped_by, monkeypatch):
@@ -149,7 +169,7 @@ def test_a_put_with_nothing_beside_it_has_all_programs(pipeline, monkeypatch):
     seen, put = [], wire.put
 
     @contextlib.contextmanager
-    def beside_put(pe, launch):
+    def beside_put(pe, launch, then=None):
         if launch:
             launch()
         yield

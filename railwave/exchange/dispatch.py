@@ -4,7 +4,7 @@ count -> forward -> quota -> (verdict) -> match, pack -> (put, pack, unpack) a r
 
 or, for rows by expert, tally, place and spread in place of finish. The next round is packed beside
 a put, where that may be; beside the last one `local` writes what stays on the node. On the path
-granted, the one round's put is `granted`, with the other packs and `local` beside it.
+granted, the one round's put is `granted`, with the other packs and `local` beside it, and `unpack`.
 
 With an earlier call's handle nothing is counted or planned, and records are payload alone:
 
@@ -95,7 +95,10 @@ def _round(moves: Moves, this: Round, after: Round | None) -> Stages:
 
 
 def _granted(moves: Moves, this: Round) -> Stages:
-    """Move all records as receivers grant them; meanwhile pack later waves, then the own node."""
+    """Move all records as receivers grant them.
+
+    Meanwhile pack later waves, write the own node's rows, and take in what arrives.
+    """
     pe, handle = moves.pe, moves.handle
     packs = pe.config.packs(this) if pe.beside else [this]
     moves.pack(packs[0], tell=True)
@@ -108,12 +111,15 @@ def _granted(moves: Moves, this: Round) -> Stages:
             moves.pack(later, tell=True, programs=max(1, pe.programs(later) // 2))
         moves.local()
 
+    programs = pe.programs_beside_granted(this)
+    unpack = partial(moves.unpack, this, None, programs=programs or None)
     words = moves.call.fmt.RECORD_WORDS
     loads = handle.out_load, handle.in_load
-    with pe.beside_put(beside if pe.beside else None):
+    with pe.beside_put(beside if pe.beside else None, unpack if programs else None):
         yield from granted(pe, *loads, record_words=words, packs=len(packs))
-    yield partial(pe.arrived_waits, handle.in_load, this)
-    moves.unpack(this, None)
+    if not programs:
+        yield partial(pe.arrived_waits, handle.in_load, this)
+        unpack()
 
 
 def _plan(pe: Exchange, call: Call) -> Generator[Waits, None, Moves]:
@@ -292,7 +298,7 @@ class Moves:
             **{**pe.tiles(), "block_m": max(2, tiles.block_m // 2)},
         )
 
-    def unpack(self, this: Round, after: Round | None) -> None:
+    def unpack(self, this: Round, after: Round | None, *, programs: int | None = None) -> None:
         """Store the rows of a round's records where they belong; grant the round after."""
         pe, call, handle = self.pe, self.call, self.handle
         layout, tiles = pe.heap.layout, pe.config.tiles
@@ -310,7 +316,7 @@ class Moves:
             block_w=tiles.block_w(tiles.block_m),
             step=this.step,
             **pe.round_args(this),
-            **{**pe.tiles(), "programs": pe.programs(this)},
+            **{**pe.tiles(), "programs": programs or pe.programs(this)},
         )
         pe.saw_arrival(handle.in_load, this)
 

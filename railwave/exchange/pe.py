@@ -248,6 +248,18 @@ class Exchange:
         put = max(1, min(tiles.programs, tiles.waiting - pack))
         return (put, pack) if put + pack <= tiles.waiting else (tiles.programs, 0)
 
+    def programs_beside_granted(self, this: Round) -> int:
+        """Return the programs per peer of an unpack that waits beside the one program of granted.
+
+        At most half of the GPU's, so that they never keep that one from beginning. 0: there is no
+        room, or a launch of granted does not run to the end.
+        """
+        if not (self.beside and self.persists):
+            return 0
+        tiles = self.config.tiles
+        half = torch.cuda.get_device_properties(self.device).multi_processor_count // 2
+        return min(tiles.programs, tiles.waiting - 1, half) // this.num_peers
+
     def round_args(self, this: Round) -> dict[str, int]:
         """Return the arguments that a launcher of one round takes."""
         return {
@@ -483,11 +495,15 @@ class Exchange:
         return static_shapes and self.compare_calls and self.device.type == "cuda"
 
     @contextmanager
-    def beside_put(self, launch: Callable[[], None] | None) -> Iterator[None]:
+    def beside_put(
+        self, launch: Callable[[], None] | None, then: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """Launch something beside the put that is inside; what follows waits for both.
 
         Args:
-            launch: None: nothing is launched so.
+            launch: what needs nothing of the put. None: nothing is launched so.
+            then: what waits for what the put moves. It is launched behind it, and goes on even if
+                all is one stream.
         """
         if launch is None:
             yield
@@ -501,6 +517,9 @@ class Exchange:
             with torch.cuda.stream(self.beside):
                 launch()
             yield
+            if then:
+                with torch.cuda.stream(self.beside):
+                    then()
         finally:  # after an error, too: memory that is given back then may be used at once
             if self.tape:
                 self.tape.turned(Turn.JOIN)
