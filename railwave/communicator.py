@@ -62,8 +62,9 @@ class Communicator:
     """Dispatch and combine of this rank, together with the other ranks of a group.
 
     Every method but `close` is collective: all ranks call it, in the same order. What must be equal
-    on all ranks: the arguments below but `group`; of a dispatch, path, hidden size, dtypes and
-    top-k; of a combine, the dispatch, hidden size and dtype. Numbers of tokens and rows may differ.
+    on all ranks: the arguments below but `group` and `graphs`; of a dispatch, path, hidden size,
+    dtypes and top-k; of a combine, the dispatch, hidden size and dtype. Numbers of tokens and rows
+    may differ.
 
     The arguments are those of `LocalWorld` but `order`, and
 
@@ -77,8 +78,8 @@ class Communicator:
             share memory through NVSHMEM, CPUs through the host's shared memory.
         wire: how records reach other nodes on GPUs: "nvshmem" by its calls, None by plain stores
             where the memory is mapped (one GPU, NVLink), else by its calls.
-        graphs: launch a call with static shapes whose memory is where an earlier one's was, as in a
-            loop, as one CUDA graph, which is made for it. Ranks may differ in this.
+        graphs: where a call with static shapes has its tensors at the addresses of an earlier one,
+            as in a loop, replay a CUDA graph that is made for it; others are as without. On a GPU.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule, or differs from another rank's.
