@@ -182,7 +182,7 @@ def simulator(rows: list[Row]) -> Iterable[str]:
     if any("late_us" in row for row in timed):
         with_late = statistics.mean(abs(error_with_late(row)) <= NEAR for row in timed)
         out = sum(abs(error_with_late(row)) > NEAR for row in timed if row not in off)
-        yield f"With the busiest rank's packing before its first byte: {with_late:.1%}; {out} go out."
+        yield f"With how late the busiest rank begins to put: {with_late:.1%}; {out} rows go out."
     else:
         yield "How late the busiest rank begins to put was not measured: it adds nothing here."
     yield ""
