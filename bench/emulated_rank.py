@@ -129,6 +129,11 @@ class Stamps:
         self._phase = 0
         self._stamp(0)
 
+    def end(self, handle: Any) -> None:
+        """Keep what was put in both phases of a call, which has its handle."""
+        for phase, put_words in enumerate(handle.put_words, start=1):
+            self.into[phase, 0, 2:].copy_(put_words[:-1])
+
     def _stamp(self, end: int) -> None:
         if self.into is not None:
             self._exchange.kernels.wire.stamp(self.into[self._phase, end, :1])
@@ -150,8 +155,6 @@ class Stamps:
         self._saw(load, this)
         if this.step == len(self._exchange.config.rounds(self._exchange.path)):
             self._stamp(1)
-            if self.into is not None:
-                self.into[self._phase, 0, 2:].copy_(self._exchange.put_words[:-1])
 
 
 class Rank:
@@ -226,7 +229,8 @@ class Rank:
         def run() -> None:
             self.stamps.into = self.stamped[path, number]
             self.stamps.begin()
-            self._call(self.topk[number], path)
+            received, _ = self._call(self.topk[number], path)
+            self.stamps.end(received.handle)
             self.stamps.into = None
 
         if not self.on_gpu:
