@@ -90,7 +90,8 @@ class Sample:
     def ends(self) -> list[Any]:
         """Return the stamps: (calls, call and 2 phases, 2 ends) nanoseconds.
 
-        NEVER for the first put of a phase in which this rank has put nothing.
+        NEVER for the first put of a phase in which this rank has put nothing. One whose first
+        rounds are empty begins with them all the same.
         """
         stamps = torch.stack(self.stamped).cpu()
         ns = stamps[..., 0].clone()
@@ -409,9 +410,15 @@ def _before_us(by_rank: Iterable[Any]) -> list[float]:
         >>> other = [[600, 0], [2000, 4000], [6000, 6900]]
         >>> _before_us([[[one]], [[other]]])
         [0.4]
+
+    Example: nobody puts anything
+        >>> nothing = [[500, 0], [NEVER, 3000], [NEVER, 7000]]
+        >>> _before_us([[[nothing]], [[nothing]]])
+        [0.0]
     """
     ns = np.array(by_rank)[:, :, 0, :2, 0]  # (ranks, samples, call and dispatch)
-    return ((ns[..., 1].min(axis=0) - ns[..., 0].max(axis=0)) / 1e3).tolist()
+    first, begun = ns[..., 1].min(axis=0), ns[..., 0].max(axis=0)
+    return (np.where(first < NEVER, first - begun, 0) / 1e3).tolist()
 
 
 def _late_us(by_rank: Iterable[Any]) -> list[float]:

@@ -44,9 +44,10 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph
 
 @cache
 def _own_stream(device: int) -> torch.cuda.Stream:
-    """Return a stream that nobody else has: torch hands out the same 32 in turn.
+    """Return a stream that nobody but `capture` has: torch hands out the same 32 in turn.
 
-    What another thread launched on it meanwhile would go into the graph, and not run.
+    What another thread launched on it meanwhile would go into the graph, and not run. Two
+    communicators that capture in two threads at once share it: one of them is refused.
     """
     from cuda.bindings import driver
 

@@ -52,6 +52,7 @@ def simulate(schedule: Schedule, fabric: Fabric) -> Result:
     - stepwise: a NIC starts window w when all NICs of its node have sent, and it and its peer have
       sent and received, in the windows before: as a dispatch's rounds on the device. Those of a
       combine wait for what the whole node receives, too, which matters where rails differ.
+      Redistribution is as in free.
     - chunkwise: as barrier, and the one window's transfers last as long as `granted.run_rail` says
       of the slowest rail; what is added before it is wave_latency_s. grant_latency_s is the round
       trip of a grant there.
