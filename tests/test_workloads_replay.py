@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from railwave.sched import receiver_concentration, source_rail_skew, waves
@@ -63,11 +63,13 @@ def test_deal_is_a_round_of_cards(counts, parts):
 
 
 @given(st.integers(0, 2**53 - 1), st.lists(st.floats(0, 1e300), min_size=1, max_size=9))
+@example(2**53 - 9, [5.055798054370495e299, 0.0, 7.854936056943714e299])  # shares rounded up
 def test_apportion_conserves_and_stays_within_one(total, weights):
     if not any(weights):
         weights[0] = 1.0
     shares = apportion(total, weights)
     assert int(shares.sum()) == total and int(shares.min()) >= 0
+    assert not shares[[weight == 0 for weight in weights]].any()
     if total < 2**40:  # where float64 shares are exact to well below one record
         scaled = np.array(weights) / max(weights)
         exact = total * scaled / scaled.sum()

@@ -83,8 +83,11 @@ def apportion(total: int, weights: Any) -> torch.Tensor:
     exact = total * (share / share.sum())
     floor = np.floor(exact).astype(np.int64)
     order = np.argsort(floor - exact, kind="stable")
-    missing = total - int(floor.sum())
-    floor[order[:missing]] += 1
+    order = order[share[order] > 0]
+    while (missing := total - int(floor.sum())) > 0:
+        floor[order[:missing]] += 1
+    if missing < 0:  # float64 has rounded shares of nearly 2**53 up
+        floor[np.argsort(-floor, kind="stable")[:-missing]] -= 1
     return torch.from_numpy(floor)
 
 
