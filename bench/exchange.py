@@ -56,7 +56,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     command.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS[:-1]))
     command.add_argument("--staging-records", type=int, default=None, help="fewer: more rounds")
-    command.add_argument("--graphs", action="store_true", help="as of railwave.init, static calls")
+    command.add_argument(
+        *("--no-graphs",), dest="graphs", action="store_false", help="graphs=False of railwave.init"
+    )
     command.add_argument("--samples", type=int, default=100)
     command.add_argument("--time-limit", type=float, default=None, help="seconds; then no new size")
     command.add_argument("--no-peer", action="store_true", help="without all_to_all_vdev_2d")

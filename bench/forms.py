@@ -135,11 +135,10 @@ class World:
             **{"pes": self.topo.num_ranks, "nodes": self.topo.nodes},
             **{"experts": self.experts, "top_k": self.top_k},
             **{"tokens": self.tokens, "hidden": hidden, "dtype": "bfloat16"},
+            "graphs": self.options.graphs,
         }
         if self.options.staging_records:
             about["staging_records"] = self.options.staging_records
-        if self.options.graphs:
-            about["graphs"] = True
         floors = self._floors(hidden)
         samples = take_samples(timed, self.options.samples, self.device)
         for one, by_phase in zip(timed, samples, strict=True):

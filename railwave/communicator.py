@@ -80,6 +80,7 @@ class Communicator:
             where the memory is mapped (one GPU, NVLink), else by its calls.
         graphs: where a call with static shapes has its tensors at the addresses of an earlier one,
             as in a loop, replay a CUDA graph that is made for it; others are as without. On a GPU.
+            False: launch each kernel by kernel.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule, or differs from another rank's.
@@ -109,7 +110,7 @@ class Communicator:
         deadline_s: float | None = None,
         device: torch.device | str | None = None,
         wire: str | None = None,
-        graphs: bool = False,
+        graphs: bool = True,
     ) -> None:
         self._group, self._closed = group, False
         wrong: Exception | None = None

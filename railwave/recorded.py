@@ -23,7 +23,7 @@ MOST_KINDS = 256  # that are remembered; then the one that was not used for long
 MOST_TRIES = 4  # to take a kind down: what is refused may lie in one call's addresses
 _ANEW = ("epoch", "serial", "stream", "recorded")  # fields that differ from handle to handle
 _SHARED = ("topk_idx", "topk_weights", "counts")  # that a handle keeps of what its caller has
-_PLAIN = (str, bool, type(None), torch.dtype)
+_PLAIN = frozenset((str, bool, type(None), torch.dtype))
 
 _numbers = itertools.count()
 
@@ -125,7 +125,7 @@ class Recorded:
     ) -> Any:
         """Return a hashable kind; `there`: what is given may be what a dispatch handed out."""
         kind: list[Any] = [number, torch.is_inference_mode_enabled(), *words]
-        if not all(type(word) in _PLAIN for word in words):
+        if not _PLAIN.issuperset(map(type, words)):
             return None
         for tensor in given:
             if type(tensor) is not torch.Tensor or tensor.device != self._device:
@@ -151,10 +151,11 @@ class Recorded:
         kept = self._kept(kind)
         if kept is None:
             return None
-        x, topk_idx, topk_weights = given
+        x, topk_idx, weights = given
         words = x if are_words(x) and not extras else join_words([x.detach(), *extras])
-        read = words, topk_idx, topk_weights.detach().float()
-        pieces = self._play(kept.recording, read, kept.fields["path"])
+        if weights.dtype is not torch.float32:
+            weights = weights.detach().float()
+        pieces = self._play(kept.recording, (words, topk_idx, weights), kept.fields["path"])
         self.repeats["dispatch"] += 1
         return self._received(kept, pieces)
 
