@@ -323,16 +323,23 @@ class Communicator:
                 stream=stream,
             )
         grads = autograd.named(x=x, topk_weights=topk_weights)
-        form: dict[str, Any] = {"extras": extras, "path": path, "out": out, "grads": grads}
-        form |= {"expert_alignment": expert_alignment, "zero_padding": zero_padding}
-        form |= {"static_shapes": static_shapes}
-        inputs = x, topk_idx, topk_weights
+        form: dict[str, Any] = {
+            "handle": handle,
+            "stream": stream,
+            "extras": extras,
+            "path": path,
+            "static_shapes": static_shapes,
+            "out": out,
+            "expert_alignment": expert_alignment,
+            "zero_padding": zero_padding,
+            "grads": grads,
+        }
+        if not grads:
+            return self._dispatch(x, topk_idx, topk_weights, **form)
 
         def run() -> list[Received]:
-            return [self._dispatch(*inputs, handle=handle, stream=stream, **form)]
+            return [self._dispatch(x, topk_idx, topk_weights, **form)]
 
-        if not grads:
-            return run()[0]
         return autograd.dispatch(self._verbs, run, [x], [topk_weights])[0]
 
     @one_at_a_time

@@ -9,6 +9,7 @@ on. Nobody else's memory is in a graph, nor any of torch's own.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cache
@@ -73,7 +74,7 @@ class Graphs:
         self._fails = False  # to capture
         self._seen: dict[Hashable, None] = {}  # those that came once, the last one last
         # By call a graph and when it was last used; the one that was used last is the last one.
-        self._graphs: dict[Hashable, tuple[Any, int]] = {}
+        self._graphs: OrderedDict[Hashable, list[Any]] = OrderedDict()
 
     def launch(self, call: Hashable, launch: Callable[[Any], None], stream: Any) -> None:
         """Launch a call on a stream, which is torch's current one.
@@ -83,19 +84,20 @@ class Graphs:
             launch: launches it kernel by kernel, on the stream that it is given.
         """
         self._calls += 1
-        graph = self._graph(call, launch)
-        if graph is None:
-            launch(stream)
-            return
-        graph.replay()
+        kept = self._graphs.get(call)
+        if kept is None:
+            graph = self._made(call, launch)
+            if graph is None:
+                launch(stream)
+                return
+            kept = self._graphs[call] = [graph, 0]
+        kept[0].replay()
         self.launched += 1
-        self._graphs.pop(call, None)
-        self._graphs[call] = graph, self._calls
+        kept[1] = self._calls
+        self._graphs.move_to_end(call)
 
-    def _graph(self, call: Hashable, launch: Callable[[Any], None]) -> Any:
-        """Return the graph of a call, made if it is time to; None: there is to be none."""
-        if call in self._graphs:
-            return self._graphs[call][0]
+    def _made(self, call: Hashable, launch: Callable[[Any], None]) -> Any:
+        """Return a new graph of a call if it is time for one; None: there is to be none."""
         if self._fails or not self._most:
             return None
         if call not in self._seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ MOST_TRIES = 4  # to take a kind down: what is refused may lie in one call's add
 _ANEW = ("epoch", "serial", "stream", "recorded")  # fields that differ from handle to handle
 _SHARED = ("topk_idx", "topk_weights", "counts")  # that a handle keeps of what its caller has
 _PLAIN = frozenset((str, bool, type(None), torch.dtype))
+_DENSE: dict[str, Any] = {"memory_format": torch.contiguous_format}
+_ADDRESS = torch.Tensor.data_ptr
 
 _numbers = itertools.count()
 
@@ -34,10 +37,9 @@ class _Dispatch(NamedTuple):
     fields: dict[str, Any]  # of its handles, alike in all
     tables: dict[str, View]  # of its handles, in the piece for tables
     whole: dict[str, int]  # of its `Received`, and counts: pieces
-    parts: dict[str, View]  # of its `Received`: of pieces
+    parts: dict[str, View]  # of its `Received`: of counts
     rows: list[View]  # x and extras: of pieces, unless they are views of the region
-    # Region, shape, stride and offset of x and extras, if they are such views.
-    where_rows_arrive: list[tuple[torch.Tensor, Any, Any, int]]
+    arriving: list[torch.Tensor]  # x and extras, if they are such views
 
 
 class _Combine(NamedTuple):
@@ -70,6 +72,19 @@ class RecordedHandle(Handle):
         return table
 
 
+class RecordedReceived(Received):
+    """A `Received` whose numbers of rows are views of one tensor, made when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self.__dict__.get("handle")
+        memory = handle and handle.recorded
+        view = memory and memory.of.parts.get(name)
+        if view is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        part = self.__dict__[name] = view.of(handle.counts)
+        return part
+
+
 class Recorded:
     """The kinds of calls that one rank remembers.
 
@@ -84,7 +99,7 @@ class Recorded:
         self._exchange, self._turns, self._device = exchange, turns, exchange.device
         self._graphs = graphs
         # By kind `_Dispatch` or `_Combine`, or how often it was called; the last used one last.
-        self._kinds: dict[Any, Any] = {}
+        self._kinds: OrderedDict[Any, Any] = OrderedDict()
         region = exchange.heap.region(exchange.pe, "rows", torch.uint8)
         self._rows = range(region.data_ptr(), region.data_ptr() + region.numel())
 
@@ -124,24 +139,24 @@ class Recorded:
         self, words: Sequence[Any], given: Sequence[Any], *, there: bool, number: int = -1
     ) -> Any:
         """Return a hashable kind; `there`: what is given may be what a dispatch handed out."""
-        kind: list[Any] = [number, torch.is_inference_mode_enabled(), *words]
         if not _PLAIN.issuperset(map(type, words)):
             return None
+        kind: list[Any] = [number, torch.is_inference_mode_enabled(), *words]
+        device, rows = self._device, self._rows
         for tensor in given:
-            if type(tensor) is not torch.Tensor or tensor.device != self._device:
+            if type(tensor) is not torch.Tensor or tensor.device != device or tensor.is_nested:
                 return None
-            if tensor.layout is not torch.strided or tensor.is_nested:
+            if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_complex():
                 return None
             try:
                 address = tensor.data_ptr()
             except RuntimeError:  # of a transform of functions, which an ordinary call refuses
                 return None
-            if address in self._rows and not (there and address == self._rows.start):
-                return None
-            if tensor.is_neg() or tensor.is_complex():
+            arrived = address in rows
+            if arrived and not (there and address == rows.start):
                 return None
             kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-            kind += (address % 16, address == self._rows.start)
+            kind += (address % 16, arrived)
         return tuple(kind)
 
     def dispatch(
@@ -161,18 +176,32 @@ class Recorded:
 
     def _received(self, kept: _Dispatch, pieces: list[torch.Tensor]) -> Received:
         """Return what a repeated dispatch hands out, which is in these pieces of memory."""
-        pe, anew = self._exchange, vars(handle := RecordedHandle.__new__(RecordedHandle))
-        shared = {name: pieces[i] for name, i in kept.whole.items()}
-        parts = {name: view.of(pieces[view.piece]) for name, view in kept.parts.items()}
-        anew.update(kept.fields)
-        anew.update(epoch=pe.epoch, serial=pe.serial, stream=self._turns.last)
-        anew.update((name, shared[name]) for name in _SHARED)
-        anew["recorded"] = Memory(kept, pieces[-1])
-        del shared["counts"]
-        rows = [region.as_strided(*form) for region, *form in kept.where_rows_arrive]
-        rows += [view.of(pieces[view.piece]) for view in kept.rows]
+        pe, handle = self._exchange, RecordedHandle.__new__(RecordedHandle)
+        topk_idx, topk_weights, counts = (pieces[i] for i in kept.whole.values())
+        vars(handle).update(
+            kept.fields,
+            epoch=pe.epoch,
+            serial=pe.serial,
+            stream=self._turns.last,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            counts=counts,
+            recorded=Memory(kept, pieces[-1]),
+        )
+        rows = kept.arriving or [view.of(pieces[view.piece]) for view in kept.rows]
         x, *extras = (part.detach() for part in rows)  # may be written to, as new tensors may
-        return Received(x, handle=handle, **shared, **parts, extras=tuple(extras))
+        # Not by its constructor, which sets the fields of what is frozen one by one.
+        received = RecordedReceived.__new__(RecordedReceived)
+        vars(received).update(
+            x=x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            handle=handle,
+            extras=tuple(extras),
+            expert_offsets=None,
+            rows_per_expert=None,
+        )
+        return received
 
     def combine(self, kind: Any, out: torch.Tensor, handle: Any) -> torch.Tensor | None:
         """Repeat a combine; None where it must be an ordinary one."""
@@ -185,9 +214,9 @@ class Recorded:
 
     def _kept(self, kind: Any) -> Any:
         kept = self._kinds.get(kind)
-        if isinstance(kept, int | None) or not self._undisturbed():
+        if kept is None or type(kept) is int or not self._undisturbed():
             return None
-        self._kinds[kind] = self._kinds.pop(kind)
+        self._kinds.move_to_end(kind)
         return kept
 
     def _undisturbed(self) -> bool:
@@ -206,15 +235,15 @@ class Recorded:
     def _play(
         self, recording: Recording, given: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        device = self._device
-        pieces = [torch.empty(size, dtype=dtype, device=device) for size, dtype in recording.pieces]
-        pieces.append(torch.empty(recording.table_bytes, dtype=torch.uint8, device=device))
-        starts = tuple(tensor.data_ptr() for tensor in (*pieces, *given))
-        pe = self._exchange
-        play = partial(recording.play, starts, other=pe.beside, events=pe.events)
+        pe, pieces = self._exchange, [torch.empty_like(like, **_DENSE) for like in recording.pieces]
+        starts = (*map(_ADDRESS, pieces), *map(_ADDRESS, given))
+
+        def play(stream: Any) -> None:
+            recording.play(starts, stream, pe.beside, pe.events)
+
         self._graphs.launch((recording, starts), play, self._turns.last)
-        self._exchange.path = path
-        self._exchange.advance()
+        pe.path = path
+        pe.advance()
         return pieces
 
     def take_down(self, kind: Any, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
@@ -268,22 +297,22 @@ def _dispatch_of(tape: Tape, received: Received, exchange: Exchange) -> _Dispatc
     views = {name: tape.view_of(v) for name, v in (tensors | whole | parts).items()}
     tables = {name: view for name, view in views.items() if name in tensors.keys() - whole.keys()}
     made = [] if handle.view else [tape.view_of(part) for part in rows]
-    last = len(recording.pieces)
+    last = len(recording.pieces) - 1
     if None in (*views.values(), *made) or any(view.piece != last for view in tables.values()):
         return None
     fields = {n: v for n, v in vars(handle).items() if n not in tensors and n not in _ANEW}
-    arrive = [_arriving(part, exchange) for part in rows] if handle.view else []
+    arriving = [_arriving(part, exchange) for part in rows] if handle.view else []
     pieces = {name: tape.piece_of(value) for name, value in whole.items()}
     return _Dispatch(
         *(next(_numbers), recording, fields, tables, pieces),
-        *({name: views[name] for name in parts}, made, arrive),
+        *({name: views[name] for name in parts}, made, arriving),
     )
 
 
-def _arriving(part: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, Any, Any, int]:
-    """Return the region of rows in a part's dtype, and where in it that part is."""
+def _arriving(part: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """View the region of rows where a part of what arrives is."""
     region = exchange.heap.region(exchange.pe, "rows", torch.uint8).view(part.dtype)
-    return region, part.shape, part.stride(), part.storage_offset()
+    return region.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _combine_of(tape: Tape, y: torch.Tensor) -> _Combine | None:

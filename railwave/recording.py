@@ -51,13 +51,6 @@ class View(NamedTuple):
         return elements.as_strided(self.size, self.stride, self.start // self.dtype.itemsize)
 
 
-class Piece(NamedTuple):
-    """A tensor that a call makes anew for its caller."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class _Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, int, int]
@@ -75,18 +68,17 @@ class Turn(Enum):
 class Recording:
     """The launches of a call, to be repeated with other memory.
 
-    A call's memory is in pieces: what it makes for its caller (`pieces`), one for all its tables
-    (`table_bytes`), and then what it is given.
+    A call's memory is in pieces: what it makes for its caller, one for all its tables, and then
+    what it is given. Those that are made anew are like `pieces`, which themselves hold nothing.
     """
 
     def __init__(
         self,
         steps: list[_Launch | Turn],
         addresses: list[tuple[list[Any], int, int, int]],
-        pieces: tuple[Piece, ...],
-        table_bytes: int,
+        pieces: tuple[torch.Tensor, ...],
     ) -> None:
-        self.pieces, self.table_bytes = pieces, table_bytes
+        self.pieces = pieces
         self._steps, self._addresses = steps, addresses
 
     def play(
@@ -198,8 +190,10 @@ class Tape(TorchDispatchMode):
             self.refused = self.refused or "tensors that lie in one another"
         if self.refused:
             return None
-        made = tuple(Piece(tuple(tensor.shape), tensor.dtype) for tensor in pieces)
-        return Recording(self._steps, addresses, made, table_bytes)
+        made = [_like(tensor.shape, tensor.dtype, tensor.device) for tensor in pieces]
+        device = self._made[0].device if self._made else torch.device("cpu")
+        made.append(_like((table_bytes,), torch.uint8, device))
+        return Recording(self._steps, addresses, tuple(made))
 
     def piece_of(self, tensor: torch.Tensor) -> int:
         """Say which piece of the `recording` a tensor is that was made for the caller."""
@@ -223,6 +217,14 @@ class Tape(TorchDispatchMode):
     def _overlap(self) -> bool:
         extents = sorted((extent.start, extent.stop) for extent, *_ in self._places if extent)
         return any(stop > start for (_, stop), (start, _) in itertools.pairwise(extents))
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of one element that says it all to `torch.empty_like`.
+
+    Which takes the host half as long as `torch.empty`.
+    """
+    return torch.empty((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _is_view(func: Any) -> bool:

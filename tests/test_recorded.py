@@ -104,10 +104,10 @@ class SameMemory:
     def __getattr__(self, name):
         return getattr(torch, name)
 
-    def empty(self, size, *, dtype, device):
+    def empty_like(self, like, *, memory_format):
         self.number += 1
-        new = torch.empty(size, dtype=dtype, device=device)
-        return self.made.setdefault((self.number, size, dtype), new)
+        new = torch.empty_like(like, memory_format=memory_format)
+        return self.made.setdefault((self.number, like.shape, like.dtype), new)
 
 
 def same_memory(rank):

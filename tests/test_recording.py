@@ -103,14 +103,14 @@ def play_together(recordings, given):
     """Play one launch of every PE after another; return each PE's pieces of memory."""
     pieces, starts = [], []
     for recording, tensors in zip(recordings, given, strict=True):
-        made = [torch.empty(size, dtype=dtype) for size, dtype in recording.pieces]
-        made.append(torch.full((recording.table_bytes,), 0xFF, dtype=torch.uint8))
+        made = [torch.empty(like.shape, dtype=like.dtype) for like in recording.pieces]
+        made[-1].fill_(0xFF)
         pieces.append(made)
         starts.append([tensor.data_ptr() for tensor in (*made, *tensors)])
     for launches in zip(*(recording._steps for recording in recordings), strict=True):
         for recording, launch, begin in zip(recordings, launches, starts, strict=True):
             mine = [one for one in recording._addresses if one[0] is launch.arguments]
-            Recording([launch], mine, (), 0).play(begin, Stream(0))
+            Recording([launch], mine, ()).play(begin, Stream(0))
     return pieces
 
 
@@ -230,8 +230,9 @@ def test_an_address_is_that_of_the_memory_it_was_in():
         return out
 
     _, recording = taped(run, given=[given], kept=[kept])
-    assert recording.pieces == (((4,), torch.float32),)
-    assert recording.table_bytes == 256
+    sizes = [(tuple(like.shape), like.dtype) for like in recording.pieces]
+    assert sizes == [((4,), torch.float32), ((256,), torch.uint8)]
+    assert all(like.untyped_storage().nbytes() <= 4 for like in recording.pieces)
     started = []
     recording._steps = [recording._steps[0]._replace(kernel=Started(started))]
     recording.play([1000, 2000, 3000], Stream(9))
