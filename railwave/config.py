@@ -112,7 +112,7 @@ COMPILED = Tiles(
     sum_warps=8,
     waiting=192,
     granted_bytes=4_000_000,  # a round trip is 5 us
-    part_bytes=1_000_000,  # 40 us: that, and the steps of who grants and who is granted
+    part_bytes=1_500_000,  # 60 us: that, and the steps of who grants and who is granted
     patience_ns=50_000_000,
 )
 
