@@ -23,7 +23,7 @@ class State(NamedTuple):
 
     # Words: of d at s, chunks granted; of s at d, twice the chunks landed, 1 less once the last
     # one is near its end; of s at d, twice the grants handed back, 1 less until s opens again, -1
-    # before it has begun.
+    # before it has packed what is for d.
     grant: tuple[int, ...]
     landed: tuple[int, ...]
     back: tuple[int, ...]
@@ -64,7 +64,7 @@ class Model:
         self.from_ = [[p for p in self.pairs if p // self.N == s] for s in self.nodes]
 
     def start(self) -> State:
-        """Nobody has begun: every sender is closed, at -1, and opens by its first step."""
+        """Nobody has packed anything: every sender is closed, at -1."""
         closed = tuple(-1 if n else 0 for n in self.chunks)
         return self.all_there()._replace(back=closed, back_read=closed)
 
@@ -120,7 +120,7 @@ class Model:
         """Tell every receiver whose grant came back that s takes grants again."""
         back = state.back
         for p in self.from_[s]:
-            back = put(back, p, back[p] + back[p] % 2)
+            back = put(back, p, back[p] + back[p] % 2 if back[p] > 0 else back[p])
         return state._replace(back=back)
 
     # Steps
@@ -153,12 +153,9 @@ class Model:
             yield state._replace(grant=grant, turn=turn)
 
     def sender_steps(self, state: State, s: int) -> Iterator[State]:
-        if any(state.back[p] < 0 for p in self.from_[s]):
-            back = state.back
-            for p in self.from_[s]:
-                back = put(back, p, 0)
-            yield state._replace(back=back)
-            return
+        for p in self.from_[s]:
+            if state.back[p] < 0 and self.is_taking(state, s):
+                yield state._replace(back=put(state.back, p, 0))  # what is for d is packed
         for p in self.from_[s]:
             if state.grant_read[p] < state.grant[p]:
                 yield self.answer(state, s, p)

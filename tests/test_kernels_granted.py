@@ -275,7 +275,8 @@ def as_state(cluster, model):
             nobody = tuple(NOBODY if i == s else h for i, h in enumerate(state.held))
             state = model.begin(state._replace(held=nobody), s, held)
         elif state.serving[s] == NOBODY and s in cluster.begun:
-            state = model.open_up(state, s)
+            opened = (back if p // N != s else max(back, 0) for p, back in enumerate(state.back))
+            state = model.open_up(state._replace(back=tuple(opened)), s)
     return state
 
 
@@ -390,16 +391,17 @@ def test_a_sender_that_begins_the_next_phase_is_not_heard_in_this_one():
 
 
 def test_of_several_packs_a_wave_goes_once_it_is_packed():
+    """Nor is it granted before, so that who has packed what is for a receiver comes first there."""
     cluster = ring_of_chunks((0, 1, 1), (0, 2, 1))
-    cluster.step(0, packs=2)
-    for pe in (1, 2):
-        cluster.step(pe)
     packed = cluster.memory.got.region(0, "packed", torch.int64)
     for step, landed in ((0, [0, 0]), (1, [2, 0]), (2, [2, 2])):
         packed[0] = mark(cluster.config, step, epoch=EPOCH)
         for _ in range(3):
             cluster.step(0, packs=2)
+            for pe in (1, 2):
+                cluster.step(pe)
         assert [cluster.word(d, "landed", 0) for d in (1, 2)] == landed
+        assert [cluster.word(0, "granted", d) for d in (1, 2)] == [n // 2 for n in landed]
 
 
 def test_a_launch_without_a_bound_runs_to_the_end():

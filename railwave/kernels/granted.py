@@ -8,8 +8,8 @@ Words, above `epoch << 32`, the first at the sender, the others at the receiver:
 
     granted   chunks of the pair granted so far
     landed    2k: k chunks have been put; 2k - 1: of the k-th, all but its last part
-    back      1: the sender has begun, and is open; 2k: k grants were handed back, and it is closed;
-              2k + 1: and it is open again
+    back      1: what comes from the sender is packed, and it is open; 2k: k grants were handed back,
+              and it is closed; 2k + 1: and it is open again
 
 A part is a run of the chunks of `wire.put`, each under an arrived word of its own, which alone says
 that its bytes are there. Of the GPUs of a rail the first is its node's receiver, for all of them,
@@ -58,7 +58,7 @@ AT_ONCE = tl.constexpr(64)  # of `put`'s chunks: words that are set together
 CHUNKS_IN = tl.constexpr(0)  # chunks that come from there
 GIVEN = tl.constexpr(1)  # chunks granted
 LANDED_READ = tl.constexpr(2)
-BACK_READ = tl.constexpr(3)  # 0: it has not begun
+BACK_READ = tl.constexpr(3)  # 0: it has not packed what comes from it
 ASIDE = tl.constexpr(4)  # 1: said nothing for too long, and is not waited for
 HEARD_NS = tl.constexpr(5)  # when it said something, or was granted something
 # A sender has a lane for each node:
@@ -235,7 +235,7 @@ def _receive(
     left = tl.where(owes, chunks - given + handed_back, 0)
     turn: int = i64(tl.load(_row(table_ptr, TURN, S)))
     place = (turn - s + S.N) % S.N * S.RAIL_GPUS_P + j
-    can = (left > 0) & (back % 2 == 1) & (aside == 0)  # closed until it says that it has begun
+    can = (left > 0) & (back % 2 == 1) & (aside == 0)  # closed until what comes is packed
     rank = tl.where(can, left * (S.N_P * S.RAIL_GPUS_P) - place, 0)
     best: int = i64(tile_max(rank, 0))
     # One at a time; one more when all that is out comes to its end.
@@ -371,8 +371,8 @@ def _send(
     """Read grants, answer them, and put a part of a chunk; return 1 if anything happened.
 
     Idle, a sender takes a grant; with its chunk near its end it holds one; it hands back all
-    others, and is closed to who gave them until it can take a grant. What is for the first `ready`
-    waves has been packed. A chunk passes emulated NICs in a slot of each port, both of which a held
+    others, and is closed to who gave them until it can take a grant. It opens to the nodes of the
+    first `ready` waves, what is for them having been packed. A chunk passes emulated NICs in a slot of each port, both of which a held
     one is given ahead of time; `waits`: for the end of the later one, here.
     """
     node: int = me // S.G
@@ -382,7 +382,7 @@ def _send(
     begun = tl.load(_row(table_ptr, BEGUN, S) + d)
     # Not of who has all that is for it.
     chunks_out = tl.load(_row(table_ptr, CHUNKS_OUT, S) + d)
-    sends = (chunks_out > 0).to(tl.int64)
+    sends = ((chunks_out > 0) & (wave <= ready)).to(tl.int64)  # and so opens, to whom
     packed = (begun < chunks_out) & (wave <= ready)
     grants = _said(bases_ptr, me, granted_off, d * S.G + leader, packed, base, taken)
     before = tl.load(_row(table_ptr, BACK_SAID, S) + d)
