@@ -3,7 +3,7 @@
 One process a PE, all on one GPU: rank 0 yields the results. Forms of a call:
 
 - eager: rows are copied out, the host waits for their number (dispatch's default arguments)
-- static: worst-case shapes and a view of the region, launched one by one; nothing is copied out
+- static: worst-case shapes and a view of the region; nothing is copied out, calls are repeated
 - graph: static, captured; dispatch, combine and both together are a graph each
 - training: eager, with gradients of x: forward, then the backward pass of both verbs
 - fp8: a static dispatch of e4m3 rows with a float32 scale for each 128 elements, alone
@@ -57,7 +57,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS[:-1]))
     command.add_argument("--staging-records", type=int, default=None, help="fewer: more rounds")
     command.add_argument(
-        *("--no-graphs",), dest="graphs", action="store_false", help="graphs=False of railwave.init"
+        "--no-graphs", dest="graphs", action="store_false", help="graphs=False of railwave.init"
     )
     command.add_argument("--samples", type=int, default=100)
     command.add_argument("--time-limit", type=float, default=None, help="seconds; then no new size")

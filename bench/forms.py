@@ -153,9 +153,12 @@ class World:
             for path in self.options.paths:
                 host = {"form": "static", "phase": "launch a dispatch, host", "path": path}
                 repeats = self.rw._recorded.repeats["dispatch"]
+                graphs = self.rw._graphs.launched
                 measured = self._host(batch, path)
                 if self.rw._recorded.repeats["dispatch"] == repeats:
                     raise RuntimeError(f"{path}: launches were not repeated")
+                if self.options.graphs and self.rw._graphs.launched == graphs:
+                    raise RuntimeError(f"{path}: repeated calls were no graphs")
                 for calls, samples_us in measured.items():
                     yield {**about, **host, "calls": calls, **summary(samples_us)}
         for form, make in (("traced", self._traced), ("shares", self._stages)):

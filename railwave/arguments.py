@@ -553,10 +553,11 @@ def _check_payload(config: Config, parts: Sequence[torch.Tensor], name: str) -> 
     num_bytes = payload_bytes(parts)
     if not x.shape[1] or num_bytes > config.payload_bytes:
         more = f" and {len(extras)} extra tensors, each from 16 bytes on" if extras else ""
+        hint = "; declare a larger hidden or a wider dtype" if x.shape[1] else ""
         raise ValueError(
             f"{name} must have from 1 element to the declared {config.payload_bytes} bytes a row "
             f"(hidden {config.hidden} x {config.dtype}), got {x.shape[1]} x {x.dtype}{more} = "
-            f"{num_bytes}; declare a larger hidden or a wider dtype"
+            f"{num_bytes}{hint}"
         )
     return num_bytes
 

@@ -9,6 +9,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -171,11 +172,22 @@ class Communicator:
                 raise
 
     def _rehearse_graphs(self) -> None:
-        clock = torch.zeros(1, dtype=torch.int64, device=self.config.device)
-        stamp = self._exchange.kernels.wire.stamp
-        stamp(clock)
-        self._graphs.rehearse(lambda stream: stamp(clock))
+        """Replay a graph of two streams, as repeated calls have, and see that it does something."""
+        pe, device = self._exchange, self.config.device
+        clocks, stamp = torch.zeros(2, dtype=torch.int64, device=device), pe.kernels.wire.stamp
+        stamp(clocks[:1])
         torch.cuda.synchronize()
+        clocks.zero_()
+
+        def launch(_: torch.cuda.Stream) -> None:
+            with pe.beside_put(lambda: stamp(clocks[1:])) if pe.beside else nullcontext():
+                stamp(clocks[:1])
+
+        def works() -> bool:
+            torch.cuda.synchronize()
+            return bool(clocks[: 2 if pe.beside else 1].all())
+
+        self._graphs.rehearse(launch, torch.cuda.current_stream(device), works)
 
     def __enter__(self) -> Communicator:
         return self
@@ -310,19 +322,6 @@ class Communicator:
         With static shapes on a GPU a wrong or differing call ends the phase on all ranks, and all
         need `reset` before they go on: the one that is wrong, too.
         """
-        if torch.compiler.is_compiling():
-            return compiled_calls.dispatch(
-                *(self, x, topk_idx, topk_weights),
-                handle=handle,
-                extras=extras,
-                path=path,
-                static_shapes=static_shapes,
-                out=out,
-                expert_alignment=expert_alignment,
-                zero_padding=zero_padding,
-                stream=stream,
-            )
-        grads = autograd.named(x=x, topk_weights=topk_weights)
         form: dict[str, Any] = {
             "handle": handle,
             "stream": stream,
@@ -332,8 +331,10 @@ class Communicator:
             "out": out,
             "expert_alignment": expert_alignment,
             "zero_padding": zero_padding,
-            "grads": grads,
         }
+        if torch.compiler.is_compiling():
+            return compiled_calls.dispatch(self, x, topk_idx, topk_weights, **form)
+        form["grads"] = grads = autograd.named(x=x, topk_weights=topk_weights)
         if not grads:
             return self._dispatch(x, topk_idx, topk_weights, **form)
 

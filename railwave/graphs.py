@@ -24,23 +24,71 @@ MOST_SEEN = 4 * MOST_GRAPHS  # calls that are remembered, to know one when it co
 UNUSED = 16 * MOST_GRAPHS  # calls for which a graph was not used when it gives way to another
 
 
-def capture(launch: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph:
+class Graph:
+    """A CUDA graph that can be launched; given back with the object, or once it has run.
+
+    Args:
+        driver: `cuda.bindings.driver`.
+        runnable: its CUgraphExec.
+    """
+
+    def __init__(self, driver: Any, runnable: Any) -> None:
+        self._driver, self._runnable = driver, runnable
+        self._launch, self._well = driver.cuGraphLaunch, driver.CUresult.CUDA_SUCCESS
+        self.used = 0  # the last call that it was launched for
+
+    def replay(self, stream: Any) -> None:
+        """Launch it on a stream.
+
+        Raises:
+            RuntimeError: the driver refuses; nothing is launched.
+        """
+        [error] = self._launch(self._runnable, stream.cuda_stream)
+        if error != self._well:
+            raise RuntimeError(f"a graph cannot be launched: {error!r}")
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of a process there may be no driver
+            self._driver.cuGraphExecDestroy(self._runnable)
+
+
+def capture(launch: Callable[[torch.cuda.Stream], None]) -> Graph:
     """Return a graph of what is launched: on the current device, waiting for nothing.
 
     Unlike `torch.cuda.graph`, which waits for the GPU; what has been launched may wait for another
-    rank, that waits for this one.
+    rank, that waits for this one. And unlike `torch.cuda.CUDAGraph`, which while it captures keeps
+    other threads from drawing random numbers, and has an allocator's pool: nothing is drawn or
+    allocated here.
+
+    Raises:
+        RuntimeError: the driver refuses.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _own_stream(torch.cuda.current_device())
+    from cuda.bindings import driver
+
+    stream = _own_stream(torch.cuda.current_device())
+    captured, mode = driver.CUstream(stream.cuda_stream), driver.CUstreamCaptureMode
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
         try:
+            _done(driver.cuStreamBeginCapture(captured, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
             launch(stream)
         except BaseException:
-            with suppress(RuntimeError):  # what was launched may end in the middle
-                graph.capture_end()
+            _, graph = driver.cuStreamEndCapture(captured)  # none, if it was not begun
+            driver.cuGraphDestroy(graph)
             raise
-        graph.capture_end()
-    return graph
+        [graph] = _done(driver.cuStreamEndCapture(captured))
+    try:
+        [runnable] = _done(driver.cuGraphInstantiate(graph, 0))
+    finally:
+        driver.cuGraphDestroy(graph)
+    return Graph(driver, runnable)
+
+
+def _done(result: tuple[Any, ...]) -> list[Any]:
+    """Return what the driver gave, if it did as it was told."""
+    error, *values = result
+    if error != type(error).CUDA_SUCCESS:
+        raise RuntimeError(f"a graph cannot be made: {error!r}")
+    return values
 
 
 @cache
@@ -52,9 +100,7 @@ def _own_stream(device: int) -> torch.cuda.Stream:
     """
     from cuda.bindings import driver
 
-    error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"a stream for graphs cannot be made: {error!r}")
+    [stream] = _done(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
     return torch.cuda.ExternalStream(int(stream), device=device)
 
 
@@ -71,10 +117,10 @@ class Graphs:
         self.launched = 0  # calls that were one launch
         self._most = most
         self._calls = 0
-        self._fails = False  # to capture
+        self._fails = False  # to capture, or to launch what was captured
         self._seen: dict[Hashable, None] = {}  # those that came once, the last one last
-        # By call a graph and when it was last used; the one that was used last is the last one.
-        self._graphs: OrderedDict[Hashable, list[Any]] = OrderedDict()
+        # By call; the one that was used last is the last one.
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def launch(self, call: Hashable, launch: Callable[[Any], None], stream: Any) -> None:
         """Launch a call on a stream, which is torch's current one.
@@ -84,17 +130,24 @@ class Graphs:
             launch: launches it kernel by kernel, on the stream that it is given.
         """
         self._calls += 1
-        kept = self._graphs.get(call)
-        if kept is None:
+        graph = self._graphs.get(call)
+        if graph is None:
             graph = self._made(call, launch)
-            if graph is None:
-                launch(stream)
-                return
-            kept = self._graphs[call] = [graph, 0]
-        kept[0].replay()
+        if graph is None or not self._replay(graph, stream):
+            launch(stream)
+            return
         self.launched += 1
-        kept[1] = self._calls
+        graph.used = self._calls
+        self._graphs[call] = graph
         self._graphs.move_to_end(call)
+
+    def _replay(self, graph: Any, stream: Any) -> bool:
+        try:
+            graph.replay(stream)
+        except RuntimeError as error:
+            self.give_up(error)
+            return False
+        return True
 
     def _made(self, call: Hashable, launch: Callable[[Any], None]) -> Any:
         """Return a new graph of a call if it is time for one; None: there is to be none."""
@@ -106,26 +159,37 @@ class Graphs:
                 del self._seen[next(iter(self._seen))]
             return None
         if len(self._graphs) >= self._most:
-            oldest, (_, used) = next(iter(self._graphs.items()))
+            oldest = next(iter(self._graphs))
             # A loop of more calls than are kept has some of them as graphs, not each in turn.
-            if self._calls - used < UNUSED:
+            if self._calls - self._graphs[oldest].used < UNUSED:
                 return None
             del self._graphs[oldest]
         del self._seen[call]
         return self._captured(launch)
 
-    def rehearse(self, launch: Callable[[Any], None]) -> None:
-        """Capture and replay something, so that what torch needs for that is loaded."""
+    def rehearse(
+        self, launch: Callable[[Any], None], stream: Any, works: Callable[[], bool]
+    ) -> None:
+        """Capture and replay something, so that what that needs is loaded.
+
+        Args:
+            works: waits, and says whether it has been replayed; if not, no graph is made.
+        """
         graph = self._captured(launch) if self._most else None
-        if graph is not None:
-            graph.replay()
+        if graph is not None and self._replay(graph, stream) and not works():
+            self.give_up("the graph of a rehearsal did nothing")
+
+    def give_up(self, why: Any) -> None:
+        """Launch all calls kernel by kernel from now on."""
+        self._fails = True
+        self.clear()
+        logger.warning("calls are launched kernel by kernel: %s", why)
 
     def _captured(self, launch: Callable[[Any], None]) -> Any:
         try:
             return capture(launch)
         except RuntimeError as error:
-            self._fails = True
-            logger.warning("calls are launched kernel by kernel: %s", error)
+            self.give_up(error)
             return None
 
     def clear(self) -> None:

@@ -25,6 +25,7 @@ MOST_TRIES = 4  # to take a kind down: what is refused may lie in one call's add
 _ANEW = ("epoch", "serial", "stream", "recorded")  # fields that differ from handle to handle
 _SHARED = ("topk_idx", "topk_weights", "counts")  # that a handle keeps of what its caller has
 _PLAIN = frozenset((str, bool, type(None), torch.dtype))
+_NOTHING = {"expert_offsets": None, "rows_per_expert": None}  # of rows a token
 _DENSE: dict[str, Any] = {"memory_format": torch.contiguous_format}
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -37,7 +38,7 @@ class _Dispatch(NamedTuple):
     fields: dict[str, Any]  # of its handles, alike in all
     tables: dict[str, View]  # of its handles, in the piece for tables
     whole: dict[str, int]  # of its `Received`, and counts: pieces
-    parts: dict[str, View]  # of its `Received`: of counts
+    parts: dict[str, View]  # of its `Received`: of pieces
     rows: list[View]  # x and extras: of pieces, unless they are views of the region
     arriving: list[torch.Tensor]  # x and extras, if they are such views
 
@@ -70,19 +71,6 @@ class RecordedHandle(Handle):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         table = self.__dict__[name] = view.of(memory.tables)
         return table
-
-
-class RecordedReceived(Received):
-    """A `Received` whose numbers of rows are views of one tensor, made when they are asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        handle = self.__dict__.get("handle")
-        memory = handle and handle.recorded
-        view = memory and memory.of.parts.get(name)
-        if view is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        part = self.__dict__[name] = view.of(handle.counts)
-        return part
 
 
 class Recorded:
@@ -177,30 +165,17 @@ class Recorded:
     def _received(self, kept: _Dispatch, pieces: list[torch.Tensor]) -> Received:
         """Return what a repeated dispatch hands out, which is in these pieces of memory."""
         pe, handle = self._exchange, RecordedHandle.__new__(RecordedHandle)
-        topk_idx, topk_weights, counts = (pieces[i] for i in kept.whole.values())
-        vars(handle).update(
-            kept.fields,
-            epoch=pe.epoch,
-            serial=pe.serial,
-            stream=self._turns.last,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            counts=counts,
-            recorded=Memory(kept, pieces[-1]),
-        )
+        made = {name: pieces[i] for name, i in kept.whole.items()}
+        anew = {"epoch": pe.epoch, "serial": pe.serial, "stream": self._turns.last}
+        vars(handle).update(kept.fields, **made, **anew, recorded=Memory(kept, pieces[-1]))
+        for name, view in kept.parts.items():
+            made[name] = view.of(pieces[view.piece])
+        del made["counts"]
         rows = kept.arriving or [view.of(pieces[view.piece]) for view in kept.rows]
         x, *extras = (part.detach() for part in rows)  # may be written to, as new tensors may
         # Not by its constructor, which sets the fields of what is frozen one by one.
-        received = RecordedReceived.__new__(RecordedReceived)
-        vars(received).update(
-            x=x,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            handle=handle,
-            extras=tuple(extras),
-            expert_offsets=None,
-            rows_per_expert=None,
-        )
+        received = Received.__new__(Received)
+        vars(received).update(_NOTHING, **made, x=x, handle=handle, extras=tuple(extras))
         return received
 
     def combine(self, kind: Any, out: torch.Tensor, handle: Any) -> torch.Tensor | None:
@@ -274,7 +249,7 @@ class Recorded:
     def _remember(self, kind: Any, what: Any) -> None:
         self._kinds.pop(kind, None)
         if len(self._kinds) >= MOST_KINDS:
-            self._kinds.pop(next(iter(self._kinds)))
+            self._kinds.popitem(last=False)
         self._kinds[kind] = what
 
 

@@ -351,7 +351,7 @@ def repeats(rank, nodes, wire, more):
     ranks, turns = 8, 12
     topo = railwave.Topology(nodes, ranks // nodes, ranks // nodes)
     sizes = {"num_experts": 2 * ranks, "hidden": 72, "max_tokens_per_rank": 32}
-    rw = init(topo, rank, **sizes, wire=wire, graphs=True, **more)
+    rw = init(topo, rank, **sizes, wire=wire, **more)
     run, before = Replayed(rw, 32, 64, 3), None
     run.refill()
     for tokens in (32, 0):  # whatever is loaded at its first use is loaded now

@@ -1,7 +1,11 @@
 """Calls that come back to the same addresses become graphs."""
 
 import contextlib
+import gc
 import logging
+import sys
+from enum import Enum
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +18,11 @@ class Graph:
     """Stands for a CUDA graph; notes that it is made, and replayed."""
 
     def __init__(self, log, name):
-        self.log, self.name = log, name
+        self.log, self.name, self.used = log, name, 0
         log.append(("made", name))
 
-    def replay(self):
+    def replay(self, stream):
+        assert stream == "own"
         self.log.append(("replayed", self.name))
 
 
@@ -75,38 +80,121 @@ def test_what_came_long_ago_is_forgotten(log, monkeypatch):
     assert launch(made, log, "c") == [("made", "c"), ("replayed", "c")]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, TypeError])
-def test_an_error_amid_a_capture_is_the_caller_s(error, monkeypatch):
-    """It leaves launches in the middle, so that the capture cannot end; it is no reason to stop."""
+class Result(Enum):
+    """Stands for the driver's errors."""
 
-    class CUDAGraph:
-        def capture_begin(self, **how):
-            pass
+    CUDA_SUCCESS = 0
+    REFUSED = 1
 
-        def capture_end(self):
-            raise RuntimeError("capturing stream has unjoined work")
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+class Driver(ModuleType):
+    """Stands for `cuda.bindings.driver`: notes what it is told, and refuses some of it."""
+
+    CUresult = Result
+    CUstream = int
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="thread")
+
+    def __init__(self, refuses=()):
+        super().__init__("cuda.bindings.driver")
+        self.told, self.refuses = [], refuses
+
+    def __getattr__(self, name):
+        if not name.startswith(("cuStream", "cuGraph")):
+            raise AttributeError(name)
+
+        def told(*args):
+            self.told.append((name, *args))
+            gives = name in ("cuStreamEndCapture", "cuGraphInstantiate")
+            if name in self.refuses:
+                return (Result.REFUSED, *([None] if gives else []))
+            return (Result.CUDA_SUCCESS, *([f"of {name}"] if gives else []))
+
+        return told
+
+
+@pytest.fixture
+def driver(monkeypatch, request):
+    made = Driver(getattr(request, "param", ()))
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["cuda.bindings"], "driver", made, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(graphs, "_own_stream", lambda device: "captured")
+    monkeypatch.setattr(graphs, "_own_stream", lambda device: SimpleNamespace(cuda_stream=5))
+    return made
+
+
+OWN = SimpleNamespace(cuda_stream=7)
+CAPTURED = [
+    ("cuStreamBeginCapture", 5, "thread"),
+    ("cuStreamEndCapture", 5),
+    ("cuGraphInstantiate", "of cuStreamEndCapture", 0),
+    ("cuGraphDestroy", "of cuStreamEndCapture"),
+]
+
+
+def test_what_the_driver_is_told(driver):
+    """The graph is launched on the call's stream, and given back with the object."""
+    made, streams = Graphs(), []
+    made.launch("a", streams.append, OWN)
+    made.launch("a", streams.append, OWN)
+    assert streams[0] is OWN and streams[1].cuda_stream == 5
+    assert driver.told == [*CAPTURED, ("cuGraphLaunch", "of cuGraphInstantiate", 7)]
+    made.clear()
+    gc.collect()
+    assert driver.told[-1] == ("cuGraphExecDestroy", "of cuGraphInstantiate")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, TypeError])
+def test_an_error_amid_a_capture_is_the_caller_s(error, driver):
+    """It is no reason to stop; the capture is ended, and what it holds is given back."""
 
     def launch_call(stream):
-        if stream == "captured":
+        if stream is not OWN:
             raise error
 
     made = Graphs()
-    made.launch("a", launch_call, "own")
+    made.launch("a", launch_call, OWN)
     with pytest.raises(error):
-        made.launch("a", launch_call, "own")
+        made.launch("a", launch_call, OWN)
+    assert driver.told == [*CAPTURED[:2], CAPTURED[3]]
     assert not made._fails
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        ("cuStreamBeginCapture",),
+        ("cuStreamEndCapture",),
+        ("cuGraphInstantiate",),
+        ("cuGraphLaunch",),
+    ],
+    indirect=True,
+)
+def test_what_the_driver_refuses_is_launched_kernel_by_kernel(driver, caplog):
+    made, streams = Graphs(), []
+    with caplog.at_level(logging.WARNING, logger="railwave"):
+        for _ in range(3):
+            made.launch("a", streams.append, OWN)
+    assert [stream for stream in streams if stream is OWN] == [OWN] * 3
+    assert made.launched == 0 and caplog.text.count("kernel by kernel: a graph cannot be") == 1
+    assert driver.told.count(CAPTURED[0]) == 1
 
 
 def test_a_rehearsal_captures_and_replays_where_graphs_are_made(log):
     for most, happened in ((0, []), (1, [("made", "a"), ("replayed", "a")])):
         log.clear()
-        Graphs(most).rehearse(lambda stream: log.append((stream, "a")))
-        assert log == happened
+        made = Graphs(most)
+        made.rehearse(lambda stream: log.append((stream, "a")), "own", lambda: True)
+        assert log == happened and not made._fails
+
+
+def test_where_a_graph_does_nothing_none_is_made(log, caplog):
+    made = Graphs()
+    with caplog.at_level(logging.WARNING, logger="railwave"):
+        made.rehearse(lambda stream: log.append((stream, "a")), "own", lambda: False)
+    assert "kernel by kernel: the graph of a rehearsal did nothing" in caplog.text
+    assert [launch(made, log, "a") for _ in range(3)] == [[("own", "a")]] * 3
 
 
 def test_none_is_made_where_none_is_to_be_kept(log):

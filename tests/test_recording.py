@@ -327,6 +327,18 @@ def test_what_was_launched_beside_a_put_is_launched_there_again():
     assert log == [(1, 1, 1, 8, 7), waits[0], (1, 1, 1, 9, 7), waits[1], (1, 1, 1, 8, 7)]
     assert (forked, joined) == ([8], [9])
 
+    class Ends:
+        function = packed_metadata = None
+
+        def run(self, *args):
+            raise KeyboardInterrupt
+
+    log.clear()
+    recording._steps[2] = recording._steps[2]._replace(kernel=Ends())
+    with pytest.raises(KeyboardInterrupt):
+        recording.play([0], Stream(8, log), Stream(9, log), (forked, joined))
+    assert log == [(1, 1, 1, 8, 7), *waits]  # its memory may be anybody's after that
+
     tape = Tape([], [], lambda: somebodys, own, other)
     launch(tape)
     assert tape.recording([]) is None and "stream" in tape.refused

@@ -11,9 +11,10 @@ from railwave.kernels.shape import padded
 def are_words(x: torch.Tensor) -> bool:
     """Say whether the rows of (T, H) can be viewed as 32-bit words."""
     size = x.dtype.itemsize
-    # Where a row starts: its address, and its distance from the storage's start (for `view`).
-    from_start = (x.storage_offset() | x.stride(0) | x.shape[1]) * size
-    return x.stride(1) == 1 and (x.data_ptr() | from_start) % 4 == 0
+    # Where rows start, from the storage's start too (for `view`), and end: 4 divides all of these
+    # if it divides what their bits are together.
+    sizes = (x.storage_offset() | x.stride(0) | x.shape[1]) * size
+    return x.stride(1) == 1 and (x.data_ptr() | sizes) % 4 == 0
 
 
 def as_words(x: torch.Tensor) -> torch.Tensor:

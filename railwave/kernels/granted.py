@@ -8,8 +8,8 @@ Words, above `epoch << 32`, the first at the sender, the others at the receiver:
 
     granted   chunks of the pair granted so far
     landed    2k: k chunks have been put; 2k - 1: of the k-th, all but its last part
-    back      1: what comes from the sender is packed, and it is open; 2k: k grants were handed back,
-              and it is closed; 2k + 1: and it is open again
+    back      1: what comes from the sender is packed, and it is open; 2k: k grants were handed
+              back, and it is closed; 2k + 1: and it is open again
 
 A part is a run of the chunks of `wire.put`, each under an arrived word of its own, which alone says
 that its bytes are there. Of the GPUs of a rail the first is its node's receiver, for all of them,
@@ -372,8 +372,9 @@ def _send(
 
     Idle, a sender takes a grant; with its chunk near its end it holds one; it hands back all
     others, and is closed to who gave them until it can take a grant. It opens to the nodes of the
-    first `ready` waves, what is for them having been packed. A chunk passes emulated NICs in a slot of each port, both of which a held
-    one is given ahead of time; `waits`: for the end of the later one, here.
+    first `ready` waves, what is for them having been packed. A chunk passes emulated NICs in a slot
+    of each port, both of which a held one is given ahead of time; `waits`: for the end of the later
+    one, here.
     """
     node: int = me // S.G
     d = iota(S.N_P)
