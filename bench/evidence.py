@@ -3,8 +3,7 @@
 python -m bench.evidence bench/results/emulated-h200.jsonl
 
 Markdown goes to stdout. Of rows with the same case and method that with most samples counts, or the
-last of those. Sums of quantiles by
-layer state how many layers they are of.
+last of those. Sums of quantiles by layer state how many layers they are of.
 """
 
 from __future__ import annotations
@@ -34,18 +33,31 @@ def main(argv: list[str] | None = None) -> None:
     """Print the tables of the files that are named."""
     parser = argparse.ArgumentParser(prog="python -m bench.evidence", description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="JSON lines of bench.run emulated")
-    print("\n".join(tables(read(parser.parse_args(argv).files))))
+    try:
+        rows = read(parser.parse_args(argv).files)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not rows:
+        parser.error("the files must have rows of bench.run emulated, got none")
+    print("\n".join(tables(rows)))
 
 
 def read(files: Iterable[Path]) -> list[Row]:
-    """Return the rows of some files: of a case and method the last of those with most samples."""
+    """Return the rows of some files: of a case and method the last of those with most samples.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or a row of it lacks what names it.
+    """
     found: dict[tuple[Any, Any], Row] = {}
     for file in files:
         for row in read_results(file):
             key = row.get("case_key"), row.get("method")
             before = found.get(key, {}).get("samples", 0)
-            if row.get("bench") == "emulated" and row.get("samples", 0) >= before:
-                found[key] = row
+            if row.get("bench") != "emulated" or row.get("samples", 0) < before:
+                continue
+            if missing := {"case_key", "family", "layout", "method"} - row.keys():
+                raise ValueError(f"a row of {file} must have {sorted(missing)}, got {sorted(row)}")
+            found[key] = row
     return list(found.values())
 
 

@@ -179,6 +179,23 @@ def test_tables_tell_ratios_sums_and_what_is_off(tmp_path):
     assert "layer 0, joint: predicted" not in text
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "No such file"),
+        ("", "must have rows of bench.run emulated, got none"),
+        ('{"bench": "emulated", "method": "joint"}', r"must have ['case_key', 'family', 'layout']"),
+    ],
+)
+def test_files_without_evidence_are_named(text, words, tmp_path, capfd):
+    file = tmp_path / "rows.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        evidence.main([str(file)])
+    assert words in capfd.readouterr().err
+
+
 TIMES = {"native": 3000.0, "rail": 2000.0, "permutation": 1500.0, "joint": 1000.0}
 
 
