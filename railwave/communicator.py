@@ -174,19 +174,20 @@ class Communicator:
     def _rehearse_graphs(self) -> None:
         """Replay a graph of two streams, as repeated calls have, and see that it does something."""
         pe, device = self._exchange, self.config.device
-        clocks, stamp = torch.zeros(2, dtype=torch.int64, device=device), pe.kernels.wire.stamp
-        stamp(clocks[:1])
-        torch.cuda.synchronize()
-        clocks.zero_()
+        stamp, clocks = pe.kernels.wire.stamp, torch.zeros(4, dtype=torch.int64, device=device)
+        own, other = clocks[:1], clocks[2:3]  # 16 bytes apart: one variant of the kernel does
 
-        def launch(_: torch.cuda.Stream) -> None:
-            with pe.beside_put(lambda: stamp(clocks[1:])) if pe.beside else nullcontext():
-                stamp(clocks[:1])
+        def launch(_: torch.cuda.Stream | None) -> None:
+            with pe.beside_put(lambda: stamp(other)) if pe.beside else nullcontext():
+                stamp(own)
 
         def works() -> bool:
             torch.cuda.synchronize()
-            return bool(clocks[: 2 if pe.beside else 1].all())
+            return bool(own.all() and (other.all() or not pe.beside))
 
+        launch(None)  # a kernel that is loaded amid a capture would end it
+        torch.cuda.synchronize()
+        clocks.zero_()
         self._graphs.rehearse(launch, torch.cuda.current_stream(device), works)
 
     def __enter__(self) -> Communicator:

@@ -8,10 +8,11 @@ on. Nobody else's memory is in a graph, nor any of torch's own.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -67,20 +68,34 @@ def capture(launch: Callable[[torch.cuda.Stream], None]) -> Graph:
 
     stream = _own_stream(torch.cuda.current_device())
     captured, mode = driver.CUstream(stream.cuda_stream), driver.CUstreamCaptureMode
-    with torch.cuda.stream(stream):
+    whole = False
+    with torch.cuda.stream(stream), _no_collection():
+        _done(driver.cuStreamBeginCapture(captured, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
         try:
-            _done(driver.cuStreamBeginCapture(captured, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
             launch(stream)
-        except BaseException:
-            _, graph = driver.cuStreamEndCapture(captured)  # none, if it was not begun
-            driver.cuGraphDestroy(graph)
-            raise
-        [graph] = _done(driver.cuStreamEndCapture(captured))
+            whole = True
+        finally:
+            error, graph = driver.cuStreamEndCapture(captured)
+            if not whole and graph is not None:
+                driver.cuGraphDestroy(graph)
+    _done((error,))
     try:
         [runnable] = _done(driver.cuGraphInstantiate(graph, 0))
     finally:
         driver.cuGraphDestroy(graph)
     return Graph(driver, runnable)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no finalizer in, which might call what a capture does not allow."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _done(result: tuple[Any, ...]) -> list[Any]:
@@ -95,8 +110,9 @@ def _done(result: tuple[Any, ...]) -> list[Any]:
 def _own_stream(device: int) -> torch.cuda.Stream:
     """Return a stream that nobody but `capture` has: torch hands out the same 32 in turn.
 
-    What another thread launched on it meanwhile would go into the graph, and not run. Two
-    communicators that capture in two threads at once share it: one of them is refused.
+    What another thread launched on it meanwhile would go into the graph, and not run. (The stream
+    beside a put is one of those 32.) Two communicators that capture in two threads at once share
+    it: one of them is refused.
     """
     from cuda.bindings import driver
 

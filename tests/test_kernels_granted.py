@@ -122,12 +122,46 @@ class Cluster:
             if self.knows(pe, "SERVING") == node and topo.rail_of_gpu[topo.local_of(pe)] == rail
         }
 
-    def run(self, order):
+    def pack(self, order, packs):
+        """Let some PE tell its node that it has packed one wave more, if there is one."""
+        S = self.config.shape
+        node, local = divmod(order.randrange(S.N * S.G), S.G)
+        before = self.waves_of(node * S.G + local)
+        if before < packs:
+            for pe in range(node * S.G, node * S.G + S.G):
+                words = self.memory.got.region(pe, "packed", torch.int64)
+                words[local] = mark(self.config, before + 1, epoch=EPOCH)
+
+    def waves_of(self, pe):
+        """Return how many waves a PE has told its node that it has packed."""
+        told = int(self.memory.got.region(pe, "packed", torch.int64)[pe % self.config.shape.G])
+        return max(0, told - mark(self.config, 0, epoch=EPOCH))
+
+    def ready(self, node, packs):
+        """Return how many waves a node has packed: all, where it need not tell."""
+        G = self.config.shape.G
+        return min(self.waves_of(node * G + g) for g in range(G)) if packs else self.config.shape.N
+
+    def granted_too_early(self, packs):
+        """List who has been granted what is for a node, and has not packed it: (PE, node)."""
+        N, G = self.config.shape.N, self.config.shape.G
+        granted_to = [self.memory.got.region(pe, "granted", torch.int64) for pe in range(N * G)]
+        return [
+            (pe, d)
+            for pe, words in enumerate(granted_to)
+            for d in range(N)
+            if (d - pe // G) % N > self.ready(pe // G, packs) and words[d * G :][:G].max() > BASE
+        ]
+
+    def run(self, order, packs=0):
         """Let PEs take steps until all are done; check the bound at every moment."""
         waiting, topo = list(range(self.config.topo.num_ranks)), self.config.topo
         for _ in range(10_000):
             pe = order.choice(waiting)
-            if self.step(pe, most_steps=order.choice([1, 1, 2, 5])):
+            if order.random() < 0.5:
+                self.pack(order, packs)
+            assert not self.granted_too_early(packs)
+            if self.step(pe, packs=packs, most_steps=order.choice([1, 1, 2, 5])):
                 waiting.remove(pe)
             rail = topo.rail_of_gpu[topo.local_of(pe)]
             for node in range(topo.nodes):
@@ -162,7 +196,7 @@ class Cluster:
                 landed = self.word(receiver, "landed", pe)
                 assert landed == 2 * int(lanes[d]) == 2 * (given - (back + 1) // 2)
                 assert back % 2 == 0
-            for name in ("granted", "landed", "back"):  # as just checked
+            for name in ("granted", "landed", "back", "packed"):  # as just checked, or told
                 memory.words(pe, name)[:] = memory.got.region(pe, name, torch.int64)
         memory.check()
 
@@ -191,9 +225,9 @@ def clusters(draw):
 
 
 @settings(max_examples=12)
-@given(clusters(), st.randoms(use_true_random=False))
-def test_every_record_arrives_once_whatever_the_order(cluster, order):
-    cluster.run(order)
+@given(clusters(), st.randoms(use_true_random=False), st.booleans())
+def test_every_record_arrives_once_whatever_the_order(cluster, order, by_wave):
+    cluster.run(order, packs=(cluster.config.shape.N - 1) * by_wave)
     cluster.check()
 
 
@@ -235,7 +269,7 @@ def test_granted_example():
     cluster.check()
 
 
-def as_state(cluster, model):
+def as_state(cluster, model, packs=0):
     """Return a cluster of one GPU a node as a state of the model.
 
     What a sender is about to do by itself, and nobody can have seen, is done.
@@ -275,7 +309,11 @@ def as_state(cluster, model):
             nobody = tuple(NOBODY if i == s else h for i, h in enumerate(state.held))
             state = model.begin(state._replace(held=nobody), s, held)
         elif state.serving[s] == NOBODY and s in cluster.begun:
-            opened = (back if p // N != s else max(back, 0) for p, back in enumerate(state.back))
+            ready = cluster.ready(s, packs)
+            opened = (
+                max(back, 0) if p // N == s and (p % N - s) % N <= ready else back
+                for p, back in enumerate(state.back)
+            )
             state = model.open_up(state._replace(back=tuple(opened)), s)
     return state
 
@@ -304,19 +342,24 @@ DEMANDS = {
 }
 
 
-@pytest.mark.parametrize("parts, seed", [(1, 0), (1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize("parts, seed, by_wave", [(1, 0, 0), (1, 1, 1), (2, 2, 1), (3, 3, 0)])
 @pytest.mark.parametrize("demand", DEMANDS)
-def test_every_step_is_one_that_the_model_may_take(demand, parts, seed):
+def test_every_step_is_one_that_the_model_may_take(demand, parts, seed, by_wave):
     """Node by node in random order: the kernel does what was searched in test_granted_model."""
     nodes, *slices = DEMANDS[demand]
     cluster, order = ring_of_chunks(*slices, nodes=nodes, parts=parts), random.Random(seed)
     model = Model(table(nodes, *slices), granted.OUTSTANDING.value)
-    state, waiting = model.start(), list(range(nodes))
+    state, waiting, packs = model.start(), list(range(nodes)), (nodes - 1) * by_wave
     while waiting:
         pe = order.choice(waiting)
-        if cluster.step(pe):
+        cluster.pack(order, packs)
+        if state != (packed := as_state(cluster, model, packs)):
+            # An idle sender is about to open to whom it has packed something for.
+            assert any(can_reach(model, state, packed, s) for s in range(nodes))
+            state = packed
+        if cluster.step(pe, packs=packs):
             waiting.remove(pe)
-        after = as_state(cluster, model)
+        after = as_state(cluster, model, packs)
         model.check(after)
         assert can_reach(model, state, after, pe), (pe, state, after)
         state = after

@@ -534,11 +534,11 @@ def _fail(
     lane: int = i64(tile_min(tl.where(owes & late, q, NOBODY), 0))
     if lane == NOBODY:
         lane: int = i64(tile_min(tl.where(owes, q, NOBODY), 0))
-    if ready < S.N:
-        g = iota(S.G_P)
-        told = read(heap_i64(bases_ptr, me, packed_off) + g, g < S.G)
-        last: int = mark(state_ptr, packs, S)
-        who: int = i64(tile_min(tl.where((g < S.G) & (told < last), g, S.G), 0))
+    g = iota(S.G_P)
+    told = read(heap_i64(bases_ptr, me, packed_off) + g, g < S.G)
+    last: int = mark(state_ptr, packs, S)
+    who: int = i64(tile_min(tl.where((g < S.G) & (told < last), g, S.G), 0))
+    if (ready < S.N) & (who < S.G):  # else all have told meanwhile
         fail(state_ptr, PACKED, me - me % S.G + who, _of(told, g == who), last)
     elif lane < NOBODY:
         pe: int = _of(s, q == lane) * S.G + i64(tl.load(rail_mates_ptr + lane % S.RAIL_GPUS_P))
