@@ -383,7 +383,7 @@ def _send(
     begun = tl.load(_row(table_ptr, BEGUN, S) + d)
     # Not of who has all that is for it.
     chunks_out = tl.load(_row(table_ptr, CHUNKS_OUT, S) + d)
-    sends = ((chunks_out > 0) & (wave <= ready)).to(tl.int64)  # and so opens, to whom
+    sends = ((chunks_out > 0) & (wave <= ready)).to(tl.int64)  # 1: it may open to that node
     packed = (begun < chunks_out) & (wave <= ready)
     grants = _said(bases_ptr, me, granted_off, d * S.G + leader, packed, base, taken)
     before = tl.load(_row(table_ptr, BACK_SAID, S) + d)
